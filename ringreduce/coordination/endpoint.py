@@ -1,22 +1,22 @@
-"""What a rank prepares before it meets the others of its group, and the card that tells them about it.
+"""What a process prepares before it meets the others of its group, and its endpoint, which tells them about it.
 
-    ready = PreparedEndpoint(place, config, listens=True)
-    ready.card         # a JSON object for every process that is to make a group with this one
+    prepared = PreparedEndpoint(location, config, listens=True)
+    prepared.endpoint         # a JSON object for every process that is to make a group with this one
 
-A rank usually puts its card into the store when it meets the others. A member of a changing group publishes it earlier,
-before it knows who will be in the next group. Then the ranks have all cards when they begin to meet, and need no store.
+A rank usually puts its endpoint into the store when it meets the others. A member of a changing group publishes it
+earlier, in its address, before it knows who will be in the next group. Then the ranks have all endpoints when they
+begin to meet, and need no store.
 """
 
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import json
 import os
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringreduce.common.failures import InvalidArgument, SystemFailure
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 NONCE = 32
 
 Endpoint = dict[str, Any]
-"""What a rank tells of itself in the first phase; see `card`."""
+"""What a rank tells of itself in the first phase; see `endpoint`."""
 
 
 Config = Mapping[str, Any]
@@ -54,7 +54,7 @@ class Location(NamedTuple):
 
 
 class PreparedEndpoint:
-    """What a rank has prepared for one group: sockets, memory and its card.
+    """What a rank has prepared for one group: sockets, memory and its endpoint.
 
     The caller must close it. What the group has taken from it by then stays open.
     """
@@ -81,7 +81,7 @@ class PreparedEndpoint:
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.listener.bind("")  # the kernel picks a free abstract address
         self.listener.listen(8)
-        self.card: Endpoint = {
+        self.endpoint: Endpoint = {
             "who": identity(),
             "machine": _machine(place, self.nonce),
             "config": config,
@@ -99,18 +99,6 @@ class PreparedEndpoint:
         self.listener.close()
         if self.door:
             self.door.close()
-
-
-class Prepared(NamedTuple):
-    """What makes a group without a store: this rank's preparations and the cards of all ranks."""
-
-    ready: PreparedEndpoint
-    cards: Sequence[Endpoint]
-    """By rank."""
-
-
-prepared: contextvars.ContextVar[Prepared | None] = contextvars.ContextVar("prepared", default=None)
-"""Set while a group is made without a store."""
 
 
 def door_at(place: Location) -> Door:

@@ -1,6 +1,6 @@
 """Where processes wait to join a changing group.
 
-`JoinQueue` is the waiting room. It consists of keys in a store that all processes can reach, such as the launcher's:
+`JoinQueue` consists of keys in a store that all processes can reach, such as the launcher's:
 
     waiting        the number of processes that have come
     joiner/N       the name and address of the Nth process that came; empty: it no longer waits
@@ -9,7 +9,7 @@
     members now    the latest view
     left/NAME      set if this member has left
 
-`JoinWatcher` looks into the lobby for a member, in a thread.
+`JoinWatcher` looks for a member who waits there, in a thread.
 
 Calls raise the store's error if the store is gone. A waiting process makes them through `Patient`, which repeats them.
 """
@@ -143,7 +143,7 @@ class JoinQueue:
         Does not wait until the store has it.
         """
         if members:
-            threading.Thread(target=self._invite, args=(members, view), daemon=True, name="ringreduce lobby").start()
+            threading.Thread(target=self._invite, args=(members, view), daemon=True, name="ringreduce invites").start()
 
     def _invite(self, members: list[Member], view: View) -> None:
         try:
@@ -157,7 +157,7 @@ class JoinQueue:
 
         Does not wait until the store has it.
         """
-        threading.Thread(target=self.publish, args=(view,), daemon=True, name="ringreduce lobby").start()
+        threading.Thread(target=self.publish, args=(view,), daemon=True, name="ringreduce invites").start()
 
     def publish(self, view: View) -> None:
         """The same, and waits until the store has it or cannot be reached."""
@@ -273,9 +273,9 @@ class JoinWatcher:
     more, or when a `TCPStore` has closed its connection.
     """
 
-    def __init__(self, lobby: JoinQueue, members: Iterable[str]) -> None:
+    def __init__(self, waiting: JoinQueue, members: Iterable[str]) -> None:
         """`members`: the names of those who are in."""
-        self._lobby, self._seen, self._looks = lobby, _Seen(frozenset(members)), False
+        self._queue, self._seen, self._looks = waiting, _Seen(frozenset(members)), False
 
     def __del__(self) -> None:
         self.stop()
@@ -295,7 +295,8 @@ class JoinWatcher:
         seen.asked = now = time.monotonic()
         if not self._looks:
             self._looks = True
-            threading.Thread(target=_look_out, args=(self._lobby, seen), daemon=True, name="ringreduce lookout").start()
+            given = self._queue, seen
+            threading.Thread(target=_look_out, args=given, daemon=True, name="ringreduce joins").start()
         elif seen.pauses_long:
             seen.pauses_long = False
             seen.wakes.put(None)
@@ -304,14 +305,14 @@ class JoinWatcher:
         return tuple(member for member in seen.waiting if member.name not in seen.but)
 
 
-def _look_out(lobby: JoinQueue, seen: _Seen) -> None:
+def _look_out(joins: JoinQueue, seen: _Seen) -> None:
     """The thread of a `JoinWatcher`. Does not hold the `JoinWatcher` itself, whose end ends it."""
     after_failure = AFTER_FAILURE
     while not seen.over:
         waiting: tuple[Member, ...] = ()
         seen.began = time.monotonic()
         try:
-            waiting = lobby.waiting(seen.but)
+            waiting = joins.waiting(seen.but)
             # In a long step nobody can be let in, so there is no hurry.
             pause = min(max((time.monotonic() - seen.asked) / 8, LOOK_FOR_JOINERS), LONGEST_PAUSE)
             seen.pauses_long, after_failure = pause > LOOK_FOR_JOINERS, AFTER_FAILURE

@@ -81,6 +81,11 @@ def open_process(who: Who) -> int:
     return pidfd
 
 
+def lives(who: Who) -> bool:
+    """Whether this process sees that the other one has not ended."""
+    return who.pids == identity().pids and not has_ended(who)
+
+
 def has_ended(who: Who) -> bool:
     """Whether the process has, as far as this one can see. It sees only processes of its own PID namespace."""
     try:

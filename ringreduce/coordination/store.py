@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from ringreduce.common.failures import CollectiveTimeout
 from ringreduce.coordination.wait import Pauses, wait_for
@@ -73,9 +73,18 @@ class Values(Directory, Protocol):
 
 
 def value_of(store: Any, key: str) -> bytes | None:
-    """The value under a key in a store of torch; None: none. One round trip, where `check` and `get` take three."""
+    """The value under a key in a store; None: none. One round trip, where `check` and `get` take three."""
+    if hasattr(store, "value"):
+        return cast("bytes | None", store.value(key))
+    if not hasattr(store, "compare_set"):
+        return cast(Store, store).get(key) if store.check([key]) else None
     found = bytes(store.compare_set(key, NOTHING, NOTHING))  # changes nothing, since no value is NOTHING
     return None if found == NOTHING.encode() else found
+
+
+def once(store: Any, key: str, value: str) -> str:
+    """Sets a key of a store of torch unless it is set; returns its value."""
+    return str(store.compare_set(key, "", value).decode())
 
 
 def appended(store: Any, key: str, text: str) -> bytes:

@@ -1,4 +1,4 @@
-"""What a world has outside its groups, as one process sees it: its lobby, and the directory in which members agree.
+"""What a world has outside its groups, as one process sees it: its queue, and the directory in which members agree.
 
 The directory is a ledger if all members are on one machine, and else the launcher's store.
 """
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ringreduce.coordination.endpoint import Prepared, PreparedEndpoint, endpoint_of, ledger_of, member_has_ended
+from ringreduce.coordination.endpoint import Endpoint, PreparedEndpoint, endpoint_of, ledger_of, member_has_ended
 from ringreduce.coordination.join_queue import JoinQueue
 from ringreduce.coordination.ledger import Ledger
 from ringreduce.coordination.process import kernel
@@ -37,7 +37,7 @@ class WorldContext:
 
     def __init__(self, store: KeyStore) -> None:
         """`store`: the launcher's, or one in etcd."""
-        self.store, self.lobby = store, JoinQueue(store)
+        self.store, self.queue = store, JoinQueue(store)
         self.ledger: Ledger | None = None
         """The directory, if all members are on one machine; None: they agree in the store."""
         self.ready: PreparedEndpoint | None = None
@@ -46,15 +46,15 @@ class WorldContext:
         self._kept: list[Store] = []
         """The latest two stores made by `place`. torch keeps only their C++ half alive, which needs the Python half."""
 
-    def prepared(self, view: View) -> Prepared | None:
-        """What is needed to make the view's group from its cards; None: its members must meet in a store."""
+    def prepared(self, view: View) -> tuple[PreparedEndpoint | None, list[Endpoint]]:
+        """This process's endpoint and those of all members of the view, if all have one; else they meet in a store."""
         ready, self.ready = self.ready, None
-        cards = [card for member in view.members if (card := endpoint_of(member))]
-        if ready and len(cards) == len(view.members):
-            return Prepared(ready, cards)
+        endpoints = [endpoint for member in view.members if (endpoint := endpoint_of(member))]
+        if ready and len(endpoints) == len(view.members):
+            return ready, endpoints
         if ready:
             ready.close()
-        return None
+        return None, []
 
     def give_up(self) -> None:
         """Closes what was prepared for the next group, because there will be none."""
@@ -107,7 +107,7 @@ class WorldContext:
         """
 
         def opens() -> str | None:
-            if self._opens_one_of(view) or self._opens_one_of(latest := self.lobby.latest() or view):
+            if self._opens_one_of(view) or self._opens_one_of(latest := self.queue.latest() or view):
                 return "yes"
             others = [member for member in latest.members if member.name != me]
             return "no" if all(ledger_of(member) or member_has_ended(member) for member in others) else None

@@ -1,33 +1,28 @@
-"""Makes the members of a view the default group, and ends the groups of the view before."""
+"""Makes the members of a view the default group, tells its failures, and ends the groups of the view before."""
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from typing import TypeGuard
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
+from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from ringreduce.config import Options
-from ringreduce.coordination.endpoint import prepared
 from ringreduce.coordination.protocol import View
-from ringreduce.elastic.context import WorldContext
-from ringreduce.errors import RingReduceError, SystemFailure
-from ringreduce.groups import exchange
+from ringreduce.elastic.settings import Settings
+from ringreduce.errors import CollectiveMismatch, Expelled, InvalidArgument, RingReduceError, SystemFailure, TooFewRanks
+from ringreduce.groups.exchange import known_beforehand
 from ringreduce.groups.links import links_of
-from ringreduce.groups.lookup import found_in
+from ringreduce.groups.lookup import backend_of, found_in
 
 
 def make_group(
-    view: View,
-    rank: int,
-    home: WorldContext,
-    timeout: float,
-    options: Options | None,
-    ended: Callable[[], list[str]],
-    gives_up: Callable[[Exception], None],
+    view: View, rank: int, settings: Settings, ended: Callable[[], list[str]], gives_up: Callable[[Exception], None]
 ) -> None:
     """Makes the view's members the default group. Called on all of them.
 
@@ -37,29 +32,30 @@ def make_group(
     """
     names = view.names
     hook = sys.excepthook  # init_process_group wraps it, once more in each change
-    known = exchange.ended.set(lambda: [names.index(name) for name in ended()])
-    told = exchange.gives_up.set(gives_up)
-    ready = prepared.set(home.prepared(view))
+    prepared, endpoints = settings.context.prepared(view)
     # torch names a group by a counter, and the ranks meet under keys that contain the name. A failure leaves the
     # members with different counters, since torch does not take the number back.
     dist.distributed_c10d._world.group_count = 0
     try:
-        dist.init_process_group(
-            "ringreduce",
-            store=home.place(view.epoch),
-            rank=rank,
-            world_size=len(names),
-            timeout=timedelta(seconds=timeout),
-            pg_options=options,
-        )
+        with known_beforehand(
+            prepared=prepared,
+            endpoints=endpoints,
+            ended=lambda: [names.index(name) for name in ended()],
+            gives_up=gives_up,
+        ):
+            dist.init_process_group(
+                "ringreduce",
+                store=settings.context.place(view.epoch),
+                rank=rank,
+                world_size=len(names),
+                timeout=timedelta(seconds=settings.timeout),
+                pg_options=settings.options,
+            )
     except (RuntimeError, OSError) as error:
         if isinstance(error, RingReduceError):
             raise
         raise SystemFailure(f"making the group of epoch {view.epoch}: {error}") from error
     finally:
-        exchange.ended.reset(known)
-        exchange.gives_up.reset(told)
-        prepared.reset(ready)
         sys.excepthook = hook
 
 
@@ -84,11 +80,29 @@ def destroy_groups() -> None:
     dist.destroy_process_group()
 
 
-def rebind(model: DistributedDataParallel) -> None:
-    """Binds `model` to the default group, with new buckets and hooks like a joiner's, by the steps of unpickling."""
-    group = dist.group.WORLD
-    assert group is not None
-    model.process_group = group
-    model.__setstate__(model.__getstate__())  # type: ignore[no-untyped-call]
-    # With static_graph=True the first backward pass of a reducer queues its own all_reduce. This says it has not yet.
-    model._static_graph_delay_allreduce_enqueued = False
+def rebind(parts: Iterable[object]) -> None:
+    """Binds the `DistributedDataParallel` models among these parts to the default group, with new buckets and hooks.
+
+    It takes the steps of unpickling, so the models are as a joiner's.
+    """
+    modules = (module for part in parts if isinstance(part, Module) for module in part.modules())
+    for model in modules:
+        if isinstance(model, DistributedDataParallel):
+            model.process_group = dist.distributed_c10d._get_default_group()
+            model.__setstate__(model.__getstate__())  # type: ignore[no-untyped-call]
+            # With static_graph=True the first backward pass of a reducer queues its own all_reduce. It has not yet.
+            model._static_graph_delay_allreduce_enqueued = False
+
+
+def is_of_group(error: BaseException) -> TypeGuard[Exception]:
+    """Whether the error is a failure of the default group, after which the members repeat the attempt."""
+    if isinstance(error, Expelled | TooFewRanks | InvalidArgument | CollectiveMismatch):
+        return False
+    cause: BaseException | None = error  # not what was being handled: a callback runs while a failure is
+    while cause is not None:
+        if isinstance(cause, RingReduceError):
+            return True
+        cause = cause.__cause__
+    # Other libraries raise errors of their own when a group has failed, as DistributedDataParallel does.
+    has_failed = dist.is_initialized() and backend_of(None).get_error() != ErrorType.SUCCESS
+    return isinstance(error, Exception) and has_failed

@@ -10,6 +10,7 @@ The vote of a commit carries the measurements to all members, so all come to the
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ time."""
 MICRO = 1e-6
 LEAST_LOST = round(0.01 / MICRO)
 """A straggler costs at least so much in these steps. In a loop of tiny steps the scheduler alone makes a rank late."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Lateness:
         self._waited, self._since = _waited(), time.monotonic()
 
     def figures(self) -> list[int]:
-        """This member's share of the figures that `take` gets: what the step took (from rank 0), then each rank's wait.
+        """This member's share of what `judge` gets: what the step took (from rank 0), then each rank's wait.
 
         Every member fills in its own places, so the sum over all members is complete.
         """
@@ -61,8 +64,12 @@ class Lateness:
         self._waited, self._since = waited, now
         return mine
 
-    def take(self, figures: list[int]) -> None:
-        """Counts one step, from the sum of all members' figures."""
+    def judge(self, figures: list[int]) -> Late | None:
+        """Counts one step, from the sum of all members' figures. Returns the straggler, if there is one now."""
+        self._take(figures)
+        return self._straggler()
+
+    def _take(self, figures: list[int]) -> None:
         took, waits = figures[0], figures[1:]
         first, second = sorted(waits)[:2]
         latest, lost = waits.index(first), second - first
@@ -83,7 +90,7 @@ class Lateness:
         found = [self._late(rank, lost, self._took) for rank, lost in enumerate(self._lost) if lost > 0]
         return sorted(found, key=lambda late: -late.seconds)
 
-    def straggler(self) -> Late | None:
+    def _straggler(self) -> Late | None:
         """The straggler of the last `STEPS` steps, if there is one. After one was found, counting begins again."""
         rank = self._recent[-1][0]
         lost, took = self._recent_lost[rank], self._recent_took
@@ -104,3 +111,11 @@ def _waited() -> float:
     from ringreduce import _C
 
     return sum(counters[3] for calls in _C.statistics().values() for counters in calls.values())
+
+
+def warn(late: Late) -> None:
+    """Warns of a straggler."""
+    log.warning(
+        "rank %d (%s, pid %d) is a straggler: the others have waited %.3g s for it in %d steps, %.0f%% of their time",
+        *(late.rank, late.host, late.pid, late.seconds, STEPS, 100 * late.share),
+    )

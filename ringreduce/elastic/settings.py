@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ringreduce.config import Options
 from ringreduce.coordination.endpoint import address_of_this_process, settings_of
-from ringreduce.coordination.protocol import Member
+from ringreduce.coordination.protocol import Member, View
+from ringreduce.coordination.watch import Watch
 from ringreduce.elastic.context import WorldContext
 from ringreduce.errors import InvalidArgument
+from ringreduce.groups.ready import ready_for_a_group
+
+if TYPE_CHECKING:
+    from ringreduce.groups.between_hosts import Wire
 
 
 @dataclass
@@ -27,7 +33,7 @@ class Settings:
     most: int
     patience: float
     expel_after: float
-    home: WorldContext
+    context: WorldContext
 
     def alike(self) -> dict[str, float]:
         """Those that all members must have alike, by the names of `start`'s arguments."""
@@ -36,9 +42,9 @@ class Settings:
 
     def member(self) -> Member:
         """This process as a member."""
-        card = self.home.ready.card if self.home.ready else None
+        endpoint = self.context.ready.endpoint if self.context.ready else None
         settings = self.alike() | {"place": self.place}
-        return Member(self.me, address_of_this_process(self.home.ledger_place(), card, settings))
+        return Member(self.me, address_of_this_process(self.context.ledger_place(), endpoint, settings))
 
     def check(self, other: Member, who: str) -> None:
         """Raises `InvalidArgument` if another process was started differently."""
@@ -48,3 +54,21 @@ class Settings:
                 raise InvalidArgument(
                     f"start: {name} is {mine:g} here and {theirs[name]:g} on {who}; give all processes the same"
                 )
+
+    def room_for(self, size: int, waiting: tuple[Member, ...]) -> tuple[Member, ...]:
+        """The first of the waiting processes, in whole units, for which there is room beside `size` members."""
+        by_place = [[each for each in waiting if settings_of(each)["place"] == place] for place in range(self.unit)]
+        units = list(zip(*by_place, strict=False))[: max(self.most - size, 0) // self.unit]
+        return tuple(member for each in units for member in each)
+
+    def get_ready(self, wire: Wire | None) -> None:
+        """Prepares this process's part of the next group, unless it is prepared.
+
+        `wire`: what the latest group with links to other hosts has measured of the network.
+        """
+        context = self.context
+        context.ready = context.ready or ready_for_a_group(self.options, not context.ledger, wire)
+
+    def watch(self, view: View) -> Watch:
+        """Begins to watch the other members of a view."""
+        return Watch(view, self.me, self.context.directory(), self.context.look_every())

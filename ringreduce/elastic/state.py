@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-from ringreduce.errors import InvalidArgument
+from ringreduce.errors import InvalidArgument, TooFewRanks
 
 PIECE = 64 << 20
 """Bytes of a tensor that are broadcast at once. A rank that takes no state holds no more of it than this."""
@@ -104,6 +104,32 @@ class State:
                 part.load_state_dict(value)
             else:
                 setattr(self, name, value)
+
+
+class Holder:
+    """Whether a member holds the state that all members hold alike."""
+
+    def __init__(self, founder: bool) -> None:
+        """`founder`: whether it is one of the first members."""
+        self._founder, self._has_state = founder, False
+
+    def share(self, state: State, unit: int) -> None:
+        """Gives the state to the members that have none. Called on all; raises `TooFewRanks` if none has it."""
+        rank, size = dist.get_rank(), dist.get_world_size()
+        flags = torch.zeros(size, dtype=torch.int64)
+        flags[rank] = 2 if self._has_state else int(self._founder)
+        dist.all_reduce(flags)
+        if int(flags.min()) == 2:
+            return
+        # If no member has the state yet, nobody has taken a step, and the state of any founder that took none will do.
+        if not all(bool(flags[first::unit].any()) for first in range(unit)):
+            raise TooFewRanks("every member that had the state is lost; start again from a checkpoint")
+        for first in range(unit):  # a member takes the state of the same place in another unit
+            source = first + unit * int(flags[first::unit].argmax())
+            takes = not self._has_state and rank != source and rank % unit == first
+            self._founder = self._founder and not takes  # if sharing fails, its state is a mixture
+            state.share(source, takes)
+        self._has_state = True
 
 
 @dataclass(frozen=True)

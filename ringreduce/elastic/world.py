@@ -8,26 +8,22 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ErrorType
-from torch.nn.parallel import DistributedDataParallel
 
 from ringreduce import tuning  # noqa: F401  imported early: a member that becomes rank 0 must not lose time with it
-from ringreduce.coordination.endpoint import member_has_ended, settings_of
+from ringreduce.coordination.endpoint import member_has_ended
 from ringreduce.coordination.join_queue import JoinWatcher
 from ringreduce.coordination.protocol import Member, Report, View, place
 from ringreduce.coordination.rounds import Membership
 from ringreduce.coordination.wait import every, wait_for
-from ringreduce.coordination.watch import Watch
-from ringreduce.elastic.groups import destroy_groups, make_group, rebind
-from ringreduce.elastic.lateness import STEPS, Late, Lateness
+from ringreduce.elastic.groups import destroy_groups, is_of_group, make_group, rebind
+from ringreduce.elastic.lateness import Late, Lateness, warn
 from ringreduce.elastic.settings import Settings
-from ringreduce.elastic.state import State
+from ringreduce.elastic.state import Holder, State
 from ringreduce.errors import (
-    CollectiveMismatch,
     CollectiveTimeout,
     Expelled,
     InvalidArgument,
@@ -37,7 +33,6 @@ from ringreduce.errors import (
 )
 from ringreduce.groups.links import links_of
 from ringreduce.groups.lookup import backend_of
-from ringreduce.groups.ready import ready_for_a_group
 
 if TYPE_CHECKING:
     from ringreduce.groups.between_hosts import Wire
@@ -48,7 +43,7 @@ Function = TypeVar("Function", bound="Callable[..., Any]")
 WARN_AGAIN = 60.0
 """Seconds between two warnings of a straggler."""
 LOOK_AGAIN = 0.01
-"""Seconds between two looks of rank 0 at what its lookout has found, while there are too few members."""
+"""Seconds between two looks of rank 0 at what its join watcher has found, while there are too few members."""
 
 log = logging.getLogger(__name__)
 
@@ -56,14 +51,12 @@ log = logging.getLogger(__name__)
 class World:
     """A changing group, seen from one of its members. Made by `start`. All calls must come from one thread."""
 
-    _watch: Watch | None = None
-
     def __init__(self, settings: Settings, view: View, founder: bool) -> None:
         """Use `start`. `founder`: whether this process is one of the first members, who are in `view`."""
-        self._founder, self._settings = founder, settings
-        self._membership = Membership(settings.home.directory(), settings.me, view, settings.patience)
+        self._settings = settings
+        self._membership = Membership(settings.context.directory(), settings.me, view, settings.patience)
         self._state: State | None = None
-        self._has_state = False
+        self._holder = Holder(founder)
         self._callbacks: list[Callable[[World], None]] = []
         self._committed = view.step
         self._unknown = 0
@@ -71,7 +64,7 @@ class World:
         self._attempting = False
         """Whether the function that was given to `attempt` runs."""
         self._joiners_wait = False
-        self._lookout = JoinWatcher(settings.home.lobby, view.names)
+        self._join_watcher = JoinWatcher(settings.context.queue, view.names)
         self._on_straggler: Callable[[Late], bool] | None = None
         self._warn_from = 0.0
         self._late: Late | None = None
@@ -85,6 +78,7 @@ class World:
         self._wire: Wire | None = None
         """What the latest group with links to other hosts has measured of the network."""
         self._lateness = Lateness(self.view.members, self.rank)
+        self._watch = settings.watch(view)
 
     @property
     def rank(self) -> int:
@@ -141,9 +135,9 @@ class World:
             raise InvalidArgument("state: it was called before; it takes all parts at once")
         self._state = state = State(parts)
         try:
-            self._share_state()
+            self._holder.share(state, self.view.unit)
         except BaseException as error:
-            if not self._is_of_group(error):
+            if not is_of_group(error):
                 self._state = None
                 self._break(error)
                 raise
@@ -172,7 +166,7 @@ class World:
             try:
                 result = self._call(function)
             except BaseException as error:
-                if not self._is_of_group(error):
+                if not is_of_group(error):
                     self._break(error)
                     raise
                 self._change(error)
@@ -211,23 +205,28 @@ class World:
             raise
 
     def _vote(self, step: int, durable: bool) -> bool:
-        vote = torch.tensor([int(self._somebody_waits()), *self._lateness.figures()])
+        waits = self.rank == 0 and self._settings.room_for(self.size, self._join_watcher.found())
+        vote = torch.tensor([int(bool(waits)), *self._lateness.figures()])
         try:
             dist.all_reduce(vote)  # completes only if every member takes part, so completing is the vote
             if durable and not self._membership.commit(step):
                 raise PeerLost("commit: the others have gone on to the next epoch")
         except RingReduceError as error:
-            if not self._is_of_group(error):
+            if not is_of_group(error):
                 raise
             self._change(error)
             return self._committed >= step
         self._committed = step
         waiting, *figures = vote.tolist()
         self._joiners_wait = bool(waiting)
-        self._judge(figures)
-        if self._is_first_commit and self._settings.home.ledger:  # on several hosts this would hold a port
+        if self.size > 1 and (late := self._lateness.judge(figures)):
+            self._late = late
+            if self.rank == 0 and time.monotonic() > self._warn_from:
+                self._warn_from = time.monotonic() + WARN_AGAIN
+                warn(late)
+        if self._is_first_commit and self._settings.context.ledger:  # on several hosts this would hold a port
             with contextlib.suppress(RingReduceError, OSError):  # the step counts; the next change tries again
-                self._get_ready()
+                self._settings.get_ready(self._wire)
         self._is_first_commit = False
         return True
 
@@ -256,18 +255,18 @@ class World:
         if self._has_left or os.getpid() != self._pid:  # a forked child is no member
             return
         self._has_left = True
-        self._stop_watching()
-        self._lookout.stop()
+        self._watch.stop()
+        self._join_watcher.stop()
         with contextlib.suppress(RuntimeError, OSError):  # if not told, the others notice this process's end
             self._membership.resign(self._committed)
-            self._settings.home.lobby.leave(self._settings.me)
-        self._settings.home.give_up()
+            self._settings.context.queue.leave(self._settings.me)
+        self._settings.context.give_up()
         if dist.is_initialized():  # not if the latest change could not make a group
             dist.destroy_process_group()
 
     def __del__(self) -> None:
-        if self._watch and os.getpid() == self._pid:  # in a forked child its lock may be taken for ever
-            self._stop_watching()
+        if "_watch" in vars(self) and os.getpid() == self._pid:  # in a forked child its lock may be taken for ever
+            self._watch.stop()
 
     def _check_membership(self, call: str) -> None:
         if self._has_left:
@@ -282,21 +281,6 @@ class World:
 
     # changes
 
-    def _judge(self, figures: list[int]) -> None:
-        """Looks for a straggler in the members' waiting times, which the vote has summed."""
-        if self.size < 2:
-            return
-        self._lateness.take(figures)
-        if late := self._lateness.straggler():
-            if self.rank == 0 and time.monotonic() > self._warn_from:
-                self._warn_from = time.monotonic() + WARN_AGAIN
-                log.warning(
-                    "rank %d (%s, pid %d) is a straggler: the others have waited %.3g s for it in %d steps, %.0f%% of "
-                    "their time",
-                    *(late.rank, late.host, late.pid, late.seconds, STEPS, 100 * late.share),
-                )
-            self._late = late
-
     def _tell_of_straggler(self) -> None:
         late, self._late = self._late, None
         if late is None or self._on_straggler is None:
@@ -307,16 +291,6 @@ class World:
         except BaseException as error:
             self._break(error)
             raise
-
-    def _is_of_group(self, error: BaseException) -> TypeGuard[Exception]:
-        """Whether the error is a failure of the group, after which the members repeat the attempt."""
-        if isinstance(error, Expelled | TooFewRanks | InvalidArgument | CollectiveMismatch):
-            return False
-        if any(isinstance(each, RingReduceError) for each in _with_causes(error)):
-            return True
-        # Other libraries raise errors of their own when a group has failed, as DistributedDataParallel does.
-        has_failed = dist.is_initialized() and backend_of(None).get_error() != ErrorType.SUCCESS
-        return isinstance(error, Exception) and has_failed
 
     def _break(self, error: BaseException) -> None:
         """Ends the attempt on all members, because a function of this member's program has raised `error`."""
@@ -364,7 +338,7 @@ class World:
                 self._call_back()
                 return
             except RingReduceError as failed:
-                if entered and not self._is_of_group(failed):
+                if entered and not is_of_group(failed):
                     raise  # a callback's own error, which it would raise again
                 in_vain = time.monotonic() - began > self._settings.patience + self._settings.timeout
                 if isinstance(failed, Expelled | TooFewRanks) or (in_vain and self.view.names == before):
@@ -404,11 +378,11 @@ class World:
             log.info("%s: epoch %d ends: %s", settings.me, self.epoch, error)
             self._abort()
         try:
-            self._membership.leave(report, self._ended, silent_after, self._cut_off)
+            self._membership.leave(report, self._watch.ended, silent_after, self._watch.cut_off)
         except RingReduceError as over:
             if isinstance(over, Expelled):
-                self._lookout.stop()
-            settings.home.give_up()
+                self._join_watcher.stop()
+            settings.context.give_up()
             raise
         self._committed, unknown, self._unknown = self.view.step, self._unknown, 0
         if 0 < unknown <= self._committed:
@@ -418,8 +392,8 @@ class World:
                 "the step; start this process anew to join again"
             )
         log.info("%s: epoch %d begins; lost: %s", settings.me, self.epoch, self.view.lost or "nobody")
-        self._lookout.pass_over((*self.view.names, *self.view.lost))  # this member may have skipped a view
-        settings.home.lobby.invite([each for each in self.view.members if each.name not in before], self.view)
+        self._join_watcher.pass_over((*self.view.names, *self.view.lost))  # this member may have skipped a view
+        settings.context.queue.invite([each for each in self.view.members if each.name not in before], self.view)
 
     def _report(self, error: Exception | None) -> Report:
         """This member's report for the directory. `error`: the failure that ended the epoch, if it was one.
@@ -428,7 +402,7 @@ class World:
         report goes on. `silent` names a member whose connection closed while the group was made. It may have
         reported before it closed the connection, so it is lost only if it has not.
         """
-        self._get_ready()
+        self._settings.get_ready(self._wire)
         lost, silent = set[int](), set[int]()
         if dist.is_initialized():
             links = links_of(backend_of(None))
@@ -440,11 +414,6 @@ class World:
         named = [tuple(self.view.names[rank] for rank in each - {-1, self.rank}) for each in (lost, silent)]
         return Report(self._committed, lost=named[0], silent=named[1], address=self._settings.member().address)
 
-    def _get_ready(self) -> None:
-        """Prepares this process's part of the next group, unless it is prepared."""
-        home = self._settings.home
-        home.ready = home.ready or ready_for_a_group(self._settings.options, not home.ledger, self._wire)
-
     def _abort(self) -> None:
         if dist.is_initialized():
             backend_of(None).abort()
@@ -453,15 +422,13 @@ class World:
         """Makes the view's members the default group, and shares the state with joiners."""
         self._joiners_wait, self._unwanted, self._late, self._is_first_commit = False, (), None, True
         self._lateness = Lateness(self.view.members, self.rank)
-        self._stop_watching()
+        self._watch.stop()
         destroy_groups()
+        self._watch = self._settings.watch(self.view)
         self._make_group()
         if self._state is not None:
-            for part in vars(self._state).values():
-                for module in part.modules() if isinstance(part, torch.nn.Module) else ():
-                    if isinstance(module, DistributedDataParallel):
-                        rebind(module)
-            self._share_state()
+            rebind(vars(self._state).values())
+            self._holder.share(self._state, self.view.unit)
 
     def _call_back(self) -> None:
         """Calls the callbacks of `on_change`. If one raises an error of its own, the others must not wait for it."""
@@ -469,29 +436,21 @@ class World:
             for callback in self._callbacks:
                 callback(self)
         except BaseException as error:
-            if not self._is_of_group(error):
+            if not is_of_group(error):
                 self._break(error)
             raise
 
     def _make_group(self) -> None:
         """Makes the view's members the default group. Fails at once when one of them ends meanwhile."""
         if self.rank == 0:
-            self._settings.home.lobby.members_are(self.view)
-        watch = self._begin_watching()
-        make_group(
-            self.view,
-            self.rank,
-            home=self._settings.home,
-            timeout=self._settings.timeout,
-            options=self._settings.options,
-            ended=watch.ended,
-            gives_up=self._report_early,
-        )
-        self._attach(watch)
+            self._settings.context.queue.members_are(self.view)
+            self._join_watcher.found()  # those who wait may have to wait for a long step
+        make_group(self.view, self.rank, self._settings, self._watch.ended, self._report_early)
+        self._attach()
 
-    def _attach(self, watch: Watch) -> None:
+    def _attach(self) -> None:
         """To be called once the group has been made."""
-        watch.attach(backend_of(None))
+        self._watch.attach(backend_of(None))
         backend_of(None).survivors_go_on()
         if links := links_of(backend_of(None)):
             self._wire = links.wire
@@ -500,71 +459,24 @@ class World:
         """Reports before this process closes its connections, so that the others do not take it for dead."""
         report = self._report(error)
         with contextlib.suppress(RuntimeError, OSError):  # `_change` will report again
-            self._settings.home.directory().append(place(self.epoch), report.line(self._settings.me))
-
-    def _begin_watching(self) -> Watch:
-        home, view = self._settings.home, self.view
-        if self.rank == 0:
-            self._lookout.found()  # those who wait may have to wait for a long step
-        self._watch = Watch(view, self._settings.me, home.directory(), home.look_every())
-        return self._watch
-
-    def _stop_watching(self) -> None:
-        if self._watch:
-            self._watch.stop()
-
-    def _ended(self) -> list[str]:
-        return self._watch.ended() if self._watch else []
-
-    def _cut_off(self) -> list[str]:
-        return self._watch.cut_off() if self._watch else []
-
-    # joiners
-
-    def _somebody_waits(self) -> bool:
-        return self.rank == 0 and bool(self._room_for(self._lookout.found()))
+            self._settings.context.directory().append(place(self.epoch), report.line(self._settings.me))
 
     def _joiners(self, patience: float) -> tuple[Member, ...]:
         """The processes that wait to join, as many as there is room for. Waits `patience` seconds for the first."""
 
         def found() -> tuple[Member, ...] | None:
-            waiting = tuple(member for member in self._lookout.found() if not member_has_ended(member))
-            return self._room_for(waiting) or None
+            waiting = tuple(member for member in self._join_watcher.found() if not member_has_ended(member))
+            return self._settings.room_for(self.size, waiting) or None
 
         return wait_for(found, every(LOOK_AGAIN), time.monotonic() + patience) or ()
-
-    def _room_for(self, members: tuple[Member, ...]) -> tuple[Member, ...]:
-        """The first of these processes, in whole units, for which there is room."""
-        unit = self.view.unit
-        places = [[each for each in members if settings_of(each)["place"] == place] for place in range(unit)]
-        units = list(zip(*places, strict=False))[: max(self._settings.most - self.size, 0) // unit]
-        return tuple(member for each in units for member in each)
-
-    def _share_state(self) -> None:
-        """Gives the state to the members that have none. Called on all members; raises `TooFewRanks` if none has it."""
-        state = self._state
-        assert state is not None
-        flags = torch.zeros(self.size, dtype=torch.int64)
-        flags[self.rank] = 2 if self._has_state else int(self._founder)
-        dist.all_reduce(flags)
-        if int(flags.min()) == 2:
-            return
-        # If no member has the state yet, nobody has taken a step, and the state of any founder that took none will do.
-        unit = self.view.unit
-        if not all(bool(flags[first::unit].any()) for first in range(unit)):
-            raise TooFewRanks("every member that had the state is lost; start again from a checkpoint")
-        for first in range(unit):  # a member takes the state of the same place in another unit
-            source = first + unit * int(flags[first::unit].argmax())
-            takes = not self._has_state and self.rank != source and self.rank % unit == first
-            self._founder = self._founder and not takes  # if sharing fails, its state is a mixture
-            state.share(source, takes)
-        self._has_state = True
 
 
 def founded(settings: Settings, view: View) -> World:
     """The world of a first member, whose group has been made."""
     world = World(settings, view, founder=True)
-    world._attach(world._begin_watching())
+    if world.rank == 0:
+        world._join_watcher.found()
+    world._attach()
     return world
 
 
@@ -586,10 +498,3 @@ def _callable(method: str, function: Function) -> Function:
     if not callable(function):
         raise InvalidArgument(f"{method}: function is {function!r:.60}; give a function")
     return function
-
-
-def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, and what it was raised from. Not what was being handled: a callback runs while a failure is."""
-    while error is not None:
-        yield error
-        error = error.__cause__

@@ -96,20 +96,20 @@ def decide(
         return tuned.dump()
 
 
-def decide_by_cards(
-    cards: Sequence[Endpoint],
+def decide_by_endpoints(
+    endpoints: Sequence[Endpoint],
     otherwise: Decide,
     cores: list[frozenset[int]],
     fetch: bool,
     on_hosts: list[list[int]],
     labels: list[str],
 ) -> str:
-    """Called on the first rank of each host, and says the same on all: where several hosts are, by the cards alone."""
+    """Called on the first rank of each host, and says the same on all: on several hosts by the endpoints alone."""
     if len(on_hosts) == 1:
         return otherwise(cores, fetch, on_hosts, labels)
     from ringreduce.groups.between_hosts import Wire
 
-    known = next((Wire(*card["wire"]) for card in cards if card["wire"]), None)
+    known = next((Wire(*endpoint["wire"]) for endpoint in endpoints if endpoint["wire"]), None)
     return Decision(hosts=tuple(map(tuple, on_hosts)), wire=known).dump()
 
 

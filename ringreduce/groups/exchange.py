@@ -1,7 +1,7 @@
 """How ranks tell each other things while a group is made, by any store: torch's, or one without torch.
 
     exchange = Exchange(store, rank, size, timeout)
-    exchange.arrive(card)                                              # on all ranks
+    exchange.arrive(endpoint)                                          # on all ranks
     answer = exchange("doors", ["10.0.0.1:5"], lambda values: ...)     # on all ranks; `values` are theirs, on rank 0
 
 Every rank tells the store its value; rank 0 alone collects them, and what it makes of them all get. So a rank asks the
@@ -30,7 +30,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ringreduce.common import failures
@@ -42,7 +42,7 @@ from ringreduce.common.failures import (
     SystemFailure,
 )
 from ringreduce.common.ranks import call_ranks
-from ringreduce.coordination.endpoint import Endpoint
+from ringreduce.coordination.endpoint import Endpoint, PreparedEndpoint
 from ringreduce.coordination.process import Who, has_ended, identity, process_began
 from ringreduce.coordination.store import Store, value_of
 from ringreduce.coordination.wait import CHECK_BY_RANK, CHECK_PROCESSES, Pauses
@@ -69,21 +69,34 @@ WHO = "who"
 log = logging.getLogger(__name__)
 
 
-ended: contextvars.ContextVar[Callable[[], list[int]] | None] = contextvars.ContextVar("ended", default=None)
-"""Where the ranks of a group that is being made were in another one: those of its ranks whose end shows there. With it,
-the death of a rank that has not told the store anything is seen, too."""
+class Beforehand(NamedTuple):
+    """What the caller that makes a group knows of its ranks beforehand, and torch would not hand on."""
+
+    prepared: PreparedEndpoint | None = None
+    """This rank's, which the others know already."""
+    endpoints: Sequence[Endpoint] = ()
+    """Of all ranks, with which the group is made without a store; none: the ranks tell each other."""
+    ended: Callable[[], list[int]] | None = None
+    """If the ranks were in another group: those of its ranks whose end shows there. With it, the death of a rank that
+    has not told the store anything is seen, too."""
+    gives_up: Callable[[RingReduceError], None] | None = None
+    """What to do when this process cannot go on with the group, before it closes its connections."""
+    look: Callable[[], RingReduceError | None] | None = None
+    """What a wait also calls now and then. If it returns an error, the wait raises that."""
 
 
-gives_up: contextvars.ContextVar[Callable[[RingReduceError], None] | None] = contextvars.ContextVar(
-    "gives_up", default=None
-)
-"""What to do when this process cannot go on with a group that is being made, before it closes its connections."""
+_NOTHING = Beforehand()
+beforehand: contextvars.ContextVar[Beforehand] = contextvars.ContextVar("beforehand", default=_NOTHING)
 
 
-looks: contextvars.ContextVar[Callable[[], RingReduceError | None] | None] = contextvars.ContextVar(
-    "looks", default=None
-)
-"""What a wait also calls now and then while a group is made. If it returns an error, the wait raises that."""
+@contextlib.contextmanager
+def known_beforehand(**facts: Any) -> Iterator[None]:
+    """Has a group be made with these fields of `Beforehand`, besides those that are set already."""
+    before = beforehand.set(beforehand.get()._replace(**facts))
+    try:
+        yield
+    finally:
+        beforehand.reset(before)
 
 
 def passed(stage: str) -> None:
@@ -113,30 +126,30 @@ class Exchange:
         rank: int,
         size: int,
         timeout: float,
-        cards: Sequence[Endpoint] = (),
+        endpoints: Sequence[Endpoint] = (),
         ranks: Sequence[int] = (),
         within: str = "",
         processes: Sequence[tuple[str, int]] = (),
     ) -> None:
-        """`cards`: what the ranks have told before, instead of the first phase: see `card`.
+        """`endpoints`: what the ranks have told before, instead of the first phase: see `endpoint`.
 
         `ranks`: the global ranks of the group, by which messages call them. `within`: the attempt that has made the
         group whose ranks make this one, as in `new_group`; then nothing under these keys is of another attempt.
         `processes`: host and pid of each rank, if they are known from that group.
         """
-        self.store, self.rank, self.size, self.cards = store, rank, size, cards
+        self.store, self.rank, self.size, self.endpoints = store, rank, size, endpoints
         self.ranks = list(ranks or range(size))
         self.deadline = time.monotonic() + timeout
         self.id = secrets.token_hex(8)
-        self.attempt = cards[0]["socket"][1] if cards else ""
+        self.attempt = endpoints[0]["socket"][1] if endpoints else ""
         """The id of rank 0, once this rank knows it."""
         self.watched = range(size) if rank == 0 else [0]
         """The ranks without which a wait is in vain: where they are on this machine, their end ends it."""
         self._within, self._processes = within, processes
-        self._card: Endpoint = {}
-        self._known = {rank: Who(*card["who"]) for rank, card in enumerate(cards)}
-        self._ended = ended.get()
-        self._counted_in = bool(cards) or rank == 0
+        self._endpoint: Endpoint = {}
+        self._known = {rank: Who(*endpoint["who"]) for rank, endpoint in enumerate(endpoints)}
+        self._ended = beforehand.get().ended
+        self._counted_in = bool(endpoints) or rank == 0
         """Whether rank 0 has counted this rank in, so that the attempt is surely not an old one."""
         self._looked = 0.0
         self._gave_up = False
@@ -146,15 +159,15 @@ class Exchange:
         """Of the keys of this attempt."""
         return f"ringreduce/{self.attempt}"
 
-    def arrive(self, card: Endpoint) -> None:
+    def arrive(self, endpoint: Endpoint) -> None:
         """Tells the others that this rank is here, with what it has to tell in the first phase."""
-        if self.cards:
+        if self.endpoints:
             return
-        self._card = card | {"id": self.id}
+        self._endpoint = endpoint | {"id": self.id}
         self._set_arrival()
         if self.rank == 0:
             self.attempt = self.id
-            self.tell(WHO, self._card)
+            self.tell(WHO, self._endpoint)
 
     def follow(self) -> bool:
         """Takes part in what rank 0 makes; False: rank 0 is not here yet."""
@@ -167,7 +180,7 @@ class Exchange:
             self.know(0, first.who)
             if not self._within:  # later ones of this process do not take part in it
                 _over.add((self.rank, first.id))
-            self.tell(WHO, self._card)
+            self.tell(WHO, self._endpoint)
         return bool(self.attempt)
 
     def wait_for_rank_0(self) -> None:
@@ -182,7 +195,7 @@ class Exchange:
 
     def roster(self, phase: str) -> Any:
         """What rank 0 has published of all ranks; None: nothing yet."""
-        text = _peek(self.store, f"{self.prefix}/{phase}") if self.follow() else None
+        text = value_of(self.store, f"{self.prefix}/{phase}") if self.follow() else None
         roster = json.loads(text) if text else None
         if not roster or not self.counts_in(roster):
             return None
@@ -213,7 +226,7 @@ class Exchange:
 
     def _arrival(self, rank: int) -> Arrival | None:
         """The latest of a rank that this process has not heard of before."""
-        text = _peek(self.store, self._arrival_key(rank))
+        text = value_of(self.store, self._arrival_key(rank))
         if text is None:
             return None
         identifier, who, *rest = json.loads(text)
@@ -235,7 +248,7 @@ class Exchange:
                 rank,
             )
         failed = arrival.failed
-        if rank == 0 and not failed and (text := _peek(self.store, f"ringreduce/{arrival.id}/given up")):
+        if rank == 0 and not failed and (text := value_of(self.store, f"ringreduce/{arrival.id}/given up")):
             failed = json.loads(text)
         if failed and (self.rank, failed[1]) in _over:  # this rank's own words, which an earlier attempt has heard
             return False
@@ -276,15 +289,15 @@ class Exchange:
 
     def told(self, phase: str, rank: int, deadline: float | None = None) -> Any:
         """What a rank has told; waits for it until then."""
-        if phase == WHO and self.cards:
-            return self.cards[rank]
+        if phase == WHO and self.endpoints:
+            return self.endpoints[rank]
         key = f"{self.prefix}/{phase}/{rank}"
         if deadline:
             return json.loads(self._come(key, lambda: [rank], deadline))
         return json.loads(self.store.get(key))
 
     def has_told(self, phase: str, rank: int) -> bool:
-        return bool(phase == WHO and self.cards) or self.store.check([f"{self.prefix}/{phase}/{rank}"])
+        return bool(phase == WHO and self.endpoints) or self.store.check([f"{self.prefix}/{phase}/{rank}"])
 
     def publish(self, phase: str, answer: Any) -> Any:
         self.store.set(f"{self.prefix}/{phase}", json.dumps(answer))
@@ -302,7 +315,7 @@ class Exchange:
         found: list[bytes] = []
 
         def look() -> bool:
-            if (value := _peek(self.store, key)) is not None:
+            if (value := value_of(self.store, key)) is not None:
                 found.append(value)
             return bool(found)
 
@@ -311,8 +324,8 @@ class Exchange:
 
     def collect(self, phase: str) -> list[Any]:
         """What all ranks have told."""
-        if phase == WHO and self.cards:
-            return list(self.cards)
+        if phase == WHO and self.endpoints:
+            return list(self.endpoints)
         keys = [f"{self.prefix}/{phase}/{rank}" for rank in range(self.size)]
         came: dict[int, Any] = {}
 
@@ -335,7 +348,7 @@ class Exchange:
         passed(f"{phase}: collected")
         told = [json.loads(text) for text in texts]
         if phase == WHO and not self._within:  # a later attempt of this process ignores these arrivals
-            _over.update((self.rank, card["id"]) for card in told)
+            _over.update((self.rank, endpoint["id"]) for endpoint in told)
         return told
 
     def wait(
@@ -405,7 +418,7 @@ class Exchange:
         """Raises `PeerLost` if one of the ranks that are watched has ended, as far as this process can see."""
         if (rank := self._dead()) >= 0:
             self.raise_if_given_up()  # which may be the reason for its end
-            if not self.cards and (arrival := self._arrival(rank)):
+            if not self.endpoints and (arrival := self._arrival(rank)):
                 self._is_coming(rank, arrival)  # it may have made another group
             raise PeerLost(f"making the group: {self.describe(rank)} died", rank)
 
@@ -450,7 +463,7 @@ class Exchange:
         self._gave_up = True
         if self.attempt:  # whoever makes the group again takes no part in this attempt
             _over.add((self.rank, self.attempt))
-        if (tell := gives_up.get()) and isinstance(error, RingReduceError):
+        if (tell := beforehand.get().gives_up) and isinstance(error, RingReduceError):
             tell(error)
         if isinstance(error, CollectiveTimeout | PeerLost | CollectiveMismatch):  # -1: it may be anybody's fault
             self._tell_error(type(error).__name__, str(error), error.culprit)
@@ -473,7 +486,7 @@ class Exchange:
 
     def raise_if_given_up(self) -> None:
         """Raises what keeps another rank from coming."""
-        look = looks.get()
+        look = beforehand.get().look
         found = look() if look else None
         if self.attempt and self.store.check([f"{self.prefix}/given up"]):
             kind, why, culprit = json.loads(self.store.get(f"{self.prefix}/given up"))
@@ -485,13 +498,6 @@ class Exchange:
 _over: set[tuple[int, str]] = set()
 """(rank, id) of arrivals that concern no later attempt of this rank in this process, and what the rank itself has said
 in vain."""
-
-
-def _peek(store: Store, key: str) -> bytes | None:
-    """The value of a key; None: there is none."""
-    if hasattr(store, "compare_set"):  # as torch's have
-        return value_of(store, key)
-    return store.get(key) if store.check([key]) else None
 
 
 def _asleep(ready: Callable[[], bool]) -> Callable[[float], bool]:

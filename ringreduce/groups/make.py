@@ -38,14 +38,13 @@ from ringreduce.config import (
     slicing_for,
     slot_bytes_for,
 )
-from ringreduce.coordination.endpoint import prepared
 from ringreduce.coordination.ledger import Ledger, ledger_bytes
 from ringreduce.coordination.torch_store import KeyStore
 from ringreduce.errors import SystemFailure, TopologyError
 from ringreduce.groups.arena import open_arena, share_allocations
 from ringreduce.groups.choices import Choices, add_plans
-from ringreduce.groups.decision import Decision, decide, decide_by_cards, decide_over_gloo
-from ringreduce.groups.exchange import Exchange, passed
+from ringreduce.groups.decision import Decision, decide, decide_by_endpoints, decide_over_gloo
+from ringreduce.groups.exchange import Exchange, beforehand, passed
 from ringreduce.groups.links import registered, remember
 from ringreduce.groups.lookup import found_in
 from ringreduce.groups.meet import meet
@@ -125,13 +124,13 @@ def _exchange(
 
     `within`: the group whose ranks make this one, and their ranks there.
     """
-    before = prepared.get()
+    before = beforehand.get()
     exchange = Exchange(
         store,
         rank,
         len(global_ranks),
         seconds_of(timeout),
-        before.cards if before else (),
+        before.endpoints,
         global_ranks,
         within[0].lineage.attempt if within else "",
         within[0].processes(within[1]) if within else (),
@@ -212,19 +211,21 @@ def _make_with_memory(
 ) -> tuple[_C.ProcessGroupRing, Decision, Links | None]:
     """Ranks of one host share memory; those on several have links over TCP besides."""
     rank, size, global_ranks = exchange.rank, exchange.size, exchange.ranks
-    before = prepared.get()
-    memory = before.ready.memory if before else _C.OpenMemory() if options.fetch and size > 1 else None
+    before = beforehand.get()
+    memory = before.prepared.memory if before.prepared else _C.OpenMemory() if options.fetch and size > 1 else None
     arena = open_arena(options)
     decision_of_rank_0 = functools.partial(decide, global_ranks, options)
     meeting = meet(
         exchange,
         lambda decision: _memory_for(size, options, Decision.load(decision).channels),
         agreed(options),
-        functools.partial(decide_by_cards, before.cards, decision_of_rank_0) if before else decision_of_rank_0,
+        functools.partial(decide_by_endpoints, before.endpoints, decision_of_rank_0)
+        if before.prepared
+        else decision_of_rank_0,
         memory,
         location_of(options),
         arena,
-        before.ready if before else None,
+        before.prepared,
     )
     passed("group: met")
     try:

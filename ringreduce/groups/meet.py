@@ -139,9 +139,9 @@ def meet(
     `config` must be equal on all ranks. `decide` is called on rank 0 alone, when all are known, with the cores that
     each rank may use, whether rank 0 can access all ranks' memory, and the ranks and the label of each host; what it
     says is told to all, and by it `segment_bytes` says how much memory to share. `memory` is this rank's, if others
-    may read it. `arena` is the descriptor of its process's arena, which stays the caller's; -1: none. `prepared`: where
-    `exchange` has the cards of all ranks, what this rank's is about; then `decide` is called on the first rank of each
-    host. Raises `CollectiveTimeout` naming the ranks that did not come in time, `InvalidArgument` if configurations
+    may read it. `arena` is the descriptor of its process's arena, which stays the caller's; -1: none. `prepared`: this
+    rank's endpoint, where `exchange` has those of all ranks; then `decide` is called on the first rank of each host.
+    Raises `CollectiveTimeout` naming the ranks that did not come in time, `InvalidArgument` if configurations
     differ or `place` cannot be, `TopologyError` if all have to be on one host and are not, `CollectiveMismatch` if
     another rank makes a group of other ranks, `PeerLost` if another rank has raised one of these for itself, or has
     died.
@@ -150,7 +150,7 @@ def meet(
     try:
         with contextlib.closing(prepared or PreparedEndpoint(place, config, memory)) as ready:
             me = _Announced(exchange, ready)
-            exchange.arrive(ready.card)
+            exchange.arrive(ready.endpoint)
             roster, leader = _find(me, place, decide)
             passed("roster: known")
             here = next(host for host in roster["hosts"] if rank in host)
@@ -263,10 +263,10 @@ class _Leader(NamedTuple):
 def _find(me: _Announced, place: Location, decide: Decide) -> tuple[Roster, _Leader | None]:
     """The roster, and the leader of this rank's host; None if it is this rank."""
     exchange = me.exchange
-    leader_by_cards = next((host[0] for host in _hosts(exchange.cards) if me.rank in host), None)
-    if me.rank == (leader_by_cards or 0):
+    leader_by_endpoints = next((host[0] for host in _hosts(exchange.endpoints) if me.rank in host), None)
+    if me.rank == (leader_by_endpoints or 0):
         roster = exchange.decide(lambda ranks: _roster(exchange, ranks, place, decide), exchange.collect(WHO))
-        if len(roster["hosts"]) > 1 and not exchange.cards:
+        if len(roster["hosts"]) > 1 and not exchange.endpoints:
             exchange.publish("roster", roster)
         return roster, None
     came: list[_Leader] = []
@@ -280,7 +280,7 @@ def _find(me: _Announced, place: Location, decide: Decide) -> tuple[Roster, _Lea
             pass
         else:
             came.extend(_greet(connection, me))
-        if not (came or read or exchange.cards) and (roster := exchange.roster("roster")):
+        if not (came or read or exchange.endpoints) and (roster := exchange.roster("roster")):
             read.update(roster)
             exchange.know(0, read["who"][0])
             leader = next(host for host in read["hosts"] if me.rank in host)[0]
@@ -288,11 +288,11 @@ def _find(me: _Announced, place: Location, decide: Decide) -> tuple[Roster, _Lea
             exchange.watched = [0, leader]
         return bool(came) or me.rank in (host[0] for host in read.get("hosts", ()))
 
-    if leader_by_cards is None:
+    if leader_by_endpoints is None:
         exchange.wait_for_rank_0()
         exchange.wait(leader_came, first=_BEFORE_STORE)
     else:
-        leader = leader_by_cards
+        leader = leader_by_endpoints
         exchange.watched = [leader]
         exchange.wait(leader_came, lambda: [leader], exchange.deadline + LEST, first=_BEFORE_STORE)
     return (came[0].roster, came[0]) if came else (read, None)
@@ -462,7 +462,7 @@ def _addresses(me: _Announced, place: Location) -> tuple[Door, list[list[Address
 
     door = me.ready.door or door_at(place)
     me.ready.door = None
-    doors = [card["door"] for card in me.exchange.cards]
+    doors = [endpoint["door"] for endpoint in me.exchange.endpoints]
     if not doors or None in doors:
         try:
             doors = me.exchange("doors", door.addresses)

@@ -26,7 +26,7 @@ from ringreduce.common.ranks import call_ranks
 from ringreduce.coordination.ledger import Ledger
 from ringreduce.coordination.torch_store import KeyStore
 from ringreduce.errors import CollectiveTimeout, PeerLost
-from ringreduce.groups import exchange
+from ringreduce.groups.exchange import known_beforehand
 from ringreduce.groups.lookup import found_in
 
 if TYPE_CHECKING:
@@ -210,14 +210,9 @@ def _culprit_before(wanted: list[int]) -> Iterator[None]:
         raise
 
 
-@contextlib.contextmanager
-def known_ends(group: ProcessGroupRing, wanted: list[int]) -> Iterator[None]:
+def known_ends(group: ProcessGroupRing, wanted: list[int]) -> contextlib.AbstractContextManager[None]:
     """Lets whoever makes a group of the ranks `wanted` of `group` notice the ends that `group` knows of."""
-    known = exchange.ended.set(lambda: [wanted.index(rank) for rank in group.ended() if rank in wanted])
-    try:
-        yield
-    finally:
-        exchange.ended.reset(known)
+    return known_beforehand(ended=lambda: [wanted.index(rank) for rank in group.ended() if rank in wanted])
 
 
 def use_instead(place: KeyStore, group: ProcessGroupRing) -> None:

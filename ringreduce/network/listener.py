@@ -39,7 +39,7 @@ from ringreduce.common.ranks import call_ranks
 from ringreduce.network.handshake import SESSION, Connection, Handshake, Refused, say_ready
 from ringreduce.network.interfaces import Interface
 from ringreduce.network.paths import Path, Rail, interface_of, paths_to, rails_to, spread
-from ringreduce.network.sockets import Address, endpoint, listen, reason, round_trip, set_options
+from ringreduce.network.sockets import Address, host_and_port, listen, reason, round_trip, set_options
 
 log = logging.getLogger(__name__)
 
@@ -324,7 +324,7 @@ class Door:
             for connection, interface in connected:
                 set_options(connection, self._dead_after)
                 here, there = connection.getsockname(), connection.getpeername()
-                description = f"{endpoint(*here[:2])} -> {endpoint(*there[:2])} via {interface}"
+                description = f"{host_and_port(*here[:2])} -> {host_and_port(*there[:2])} via {interface}"
                 self._deliver(peer, connection.detach(), description)
         except Exception as error:
             linked.set_exception(error)

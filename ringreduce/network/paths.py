@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ringreduce.network.interfaces import Interface, local_interfaces
-from ringreduce.network.sockets import Address, endpoint, sockaddr
+from ringreduce.network.sockets import Address, host_and_port, sockaddr
 
 Rail = tuple[str, str]
 """The names of the interfaces at both ends."""
@@ -28,7 +28,7 @@ class Path:
 
     def __str__(self) -> str:
         source = f" from {self.source[0]} ({self.rail[0]})" if self.source else ""
-        return f"{endpoint(*self.target[:2])} ({self.rail[1]}){source}"
+        return f"{host_and_port(*self.target[:2])} ({self.rail[1]}){source}"
 
 
 def paths_to(addresses: Sequence[Address], interfaces: Sequence[Interface], named: bool) -> list[Path]:

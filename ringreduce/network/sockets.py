@@ -29,7 +29,7 @@ class Address(NamedTuple):
         return ip_interface(self.address)
 
     def __str__(self) -> str:
-        return f"{endpoint(str(self.ip.ip), self.port)} ({self.interface})"
+        return f"{host_and_port(str(self.ip.ip), self.port)} ({self.interface})"
 
 
 def listen(address: IPInterface, interface: Interface, ports: Sequence[int]) -> socket.socket:
@@ -101,5 +101,5 @@ def reason(error: BaseException) -> str:
     return os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
 
 
-def endpoint(host: str, port: int) -> str:
+def host_and_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

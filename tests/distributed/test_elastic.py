@@ -503,7 +503,7 @@ def lets_in_without_a_store(me: Rank) -> int:
     def body() -> None:
         me.store.set("begun", "")
         if world.rank == 0 and not world._joiners_wait:
-            store.hangs = bool(world._lookout.found())
+            store.hangs = bool(world._join_watcher.found())
         dist.all_reduce(torch.ones(1))
 
     world.attempt(body)
@@ -851,7 +851,7 @@ def test_the_members_know_for_whom_they_have_waited() -> None:
 
 
 def joins_again_and_again(me: Rank) -> int:
-    """Ranks join one after the other and leave. In the end the lobby has no number left to ask the store about."""
+    """Ranks join one after the other and leave. In the end the join queue has no number left to ask the store about."""
     if me.rank >= 2:
         while not me.store.check([f"left {me.rank - 1}"]):
             time.sleep(0.005)
@@ -872,12 +872,12 @@ def joins_again_and_again(me: Rank) -> int:
             me.store.set(f"left {me.rank}", "")
             return epoch
         time.sleep(0.002)
-    lobby = world._settings.home.lobby
-    assert lobby.waiting(world._lookout._seen.but) == ()
+    queue = world._settings.context.queue
+    assert queue.waiting(world._join_watcher._seen.but) == ()
     if me.rank == 0:  # another one, as after rank 0's end
-        assert JoinQueue(world._settings.home.store).waiting(()) == ()
+        assert JoinQueue(world._settings.context.store).waiting(()) == ()
     world.leave()
-    return len(lobby._waiting) + len(lobby._nameless)
+    return len(queue._waiting) + len(queue._nameless)
 
 
 def test_those_who_were_let_in_are_not_looked_for_again() -> None:
@@ -891,8 +891,9 @@ def without_descriptors(me: Rank) -> int:
     if me.rank == 0:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "pidfd_open", no_descriptors)
-            world._stop_watching()
-            world._begin_watching().attach(backend_of(None))
+            world._watch.stop()
+            world._watch = world._settings.watch(world.view)
+            world._watch.attach(backend_of(None))
     me.report("begins")
     while world.size == 3:
         world.attempt(lambda: dist.all_reduce(torch.ones(1)))

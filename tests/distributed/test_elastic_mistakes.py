@@ -38,10 +38,10 @@ def cannot_prepare(me: Rank) -> None:
     world = start(me, 2)
     if me.rank == 0:
 
-        def no_descriptors() -> None:
+        def no_descriptors(_: object) -> None:
             raise OSError("too many open files")
 
-        world._get_ready = no_descriptors  # type: ignore[method-assign]
+        world._settings.get_ready = no_descriptors  # type: ignore[method-assign]
     world.attempt(lambda: dist.all_reduce(torch.ones(1)))
     steps_agree(world, me)
     world.leave()

@@ -21,7 +21,7 @@ from processes import Logged
 from torch.distributed import HashStore
 
 from ringreduce.coordination import watch
-from ringreduce.coordination.endpoint import Location, Prepared, PreparedEndpoint
+from ringreduce.coordination.endpoint import Location, PreparedEndpoint
 from ringreduce.coordination.process import has_ended, identity, open_process, own_pidfd
 from ringreduce.coordination.protocol import Member, View
 from ringreduce.coordination.store import Bounded
@@ -35,7 +35,7 @@ from ringreduce.errors import (
     TopologyError,
 )
 from ringreduce.groups import exchange as exchange_module
-from ringreduce.groups.exchange import Exchange
+from ringreduce.groups.exchange import Beforehand, Exchange
 from ringreduce.groups.meet import Meeting, meet
 from ringreduce.network.listener import Peer
 from ringreduce.network.local import receive
@@ -57,9 +57,9 @@ def meet_all(places: list[Location], store: Any = None, timeout: float = 30.0, *
             given = {"config": {}, "segment_bytes": lambda decision: PAGE * len(decision)} | other
             of_rank = ("config", "arena", "prepared")
             given = {key: value(rank) if key in of_rank and callable(value) else value for key, value in given.items()}
-            cards = given["prepared"].cards if given.get("prepared") else ()
-            given["prepared"] = given["prepared"].ready if given.get("prepared") else None
-            return meet(Exchange(store, rank, size, timeout, cards), decide=decide, place=places[rank], **given)
+            endpoints = given["prepared"].endpoints if given.get("prepared") else ()
+            given["prepared"] = given["prepared"].prepared if given.get("prepared") else None
+            return meet(Exchange(store, rank, size, timeout, endpoints), decide=decide, place=places[rank], **given)
         except RingReduceError as error:
             return error
 
@@ -146,11 +146,11 @@ def test_several_hosts(ids: str, hosts: list[list[int]]) -> None:
     close(meetings)
 
 
-def prepare(places: list[Location], listens: str = "") -> Callable[[int], Prepared]:
-    """The cards of all ranks, as they come by a store; by `listens`, those with "-" do not listen for other hosts."""
+def prepare(places: list[Location], listens: str = "") -> Callable[[int], Beforehand]:
+    """All ranks' endpoints, as they come by a store; by `listens`, those with "-" do not listen for other hosts."""
     own = [PreparedEndpoint(place, {}, listens=listens[r : r + 1] != "-") for r, place in enumerate(places)]
-    cards = [json.loads(json.dumps(ready.card)) for ready in own]
-    return lambda rank: Prepared(own[rank], cards)
+    endpoints = [json.loads(json.dumps(ready.endpoint)) for ready in own]
+    return lambda rank: Beforehand(own[rank], endpoints)
 
 
 @pytest.mark.parametrize("ids", ["AAAA", "AABB", "ABCCA"])
@@ -178,10 +178,10 @@ def test_a_card_without_a_door() -> None:
     close(meetings)
 
 
-def test_one_of_those_whose_cards_are_known_is_gone() -> None:
+def test_one_of_those_whose_endpoints_are_known_is_gone() -> None:
     places = on_hosts("AAB")
     ready = prepare(places)
-    ready(1).ready.close()
+    ready(1).prepared.close()
     errors = meet_all(places, prepared=lambda rank: None if rank == 1 else ready(rank), timeout=1)
     assert isinstance(errors[0], SystemFailure) and errors[0].culprit == 1 and "joining rank 1" in str(errors[0])
     close([errors[2]])

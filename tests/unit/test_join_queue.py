@@ -75,9 +75,9 @@ class Counting(KeyStore):
 def test_a_number_without_a_process_is_forgotten(clock: Clock) -> None:
     store = Counting()
     store.add("waiting", 1)  # and then it died
-    lobby = JoinQueue(store)
+    queue = JoinQueue(store)
     for _ in range(1000):
-        assert lobby.waiting(()) == ()
+        assert queue.waiting(()) == ()
         clock.now += 0.1
     assert 1 / 0.1 < store.asked["joiner/1"] < 2 * FORGOTTEN_AFTER / 0.1
     later = JoinQueue(store)  # of a member that looks for the first time
@@ -127,17 +127,17 @@ class Failing(Counting):
             raise self._error
 
 
-def arrive_and_wait(lobby: JoinQueue) -> None:
+def arrive_and_wait(queue: JoinQueue) -> None:
     ask = Patient(60.0)
-    lobby.wait("me", lobby.come(Member("me", ADDRESS), ask), 5.0, ask)
+    queue.wait("me", queue.come(Member("me", ADDRESS), ask), 5.0, ask)
 
 
 def test_a_waiting_process_outlasts_a_store_that_is_out_of_reach(clock: Clock) -> None:
     me, view, ask = Member("me", ADDRESS), View(1, (Member("me", ADDRESS),)), Patient(60.0)
-    lobby = JoinQueue(Failing(clock, clock.now + 50, ConnectionError("refused")))
-    number = lobby.come(me, ask)
-    lobby.invite([me], view)
-    assert lobby.wait("me", number, 5.0, ask) == view
+    queue = JoinQueue(Failing(clock, clock.now + 50, ConnectionError("refused")))
+    number = queue.come(me, ask)
+    queue.invite([me], view)
+    assert queue.wait("me", number, 5.0, ask) == view
 
 
 def test_the_silence_of_members_counts_only_while_the_store_answers(clock: Clock) -> None:
@@ -174,7 +174,7 @@ def test_a_waiting_process_whose_requests_were_not_answered_waits_once(clock: Cl
 
 
 class Blocking(JoinQueue):
-    """A lobby whose store answers while `answers` is set."""
+    """A queue whose store answers while `answers` is set."""
 
     def __init__(self) -> None:
         super().__init__(Counting())
@@ -196,52 +196,52 @@ def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
         time.sleep(0.001)
 
 
-def lookouts() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "ringreduce lookout"]
+def watchers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "ringreduce joins"]
 
 
-def test_a_lookout_never_waits_for_the_store() -> None:
-    lobby = Blocking()
-    lobby.answers.clear()
-    lookout = JoinWatcher(lobby, ["a"])
+def test_a_join_watcher_never_waits_for_the_store() -> None:
+    queue = Blocking()
+    queue.answers.clear()
+    watcher = JoinWatcher(queue, ["a"])
     began = time.monotonic()
-    assert lookout.found() == () and time.monotonic() < began + 1
-    until(lambda: lobby.looks == 1)
+    assert watcher.found() == () and time.monotonic() < began + 1
+    until(lambda: queue.looks == 1)
     me = Member("me", ADDRESS)
-    lobby.found = (me,)
-    lobby.answers.set()
-    until(lambda: lookout.found() == (me,))
-    lobby.answers.clear()
-    assert lookout.found() == (me,)  # this may still be true
-    until(lambda: lookout.found() == (), SILENT + 30)  # nobody could tell this process that it is let in
-    lobby.answers.set()
-    until(lambda: lookout.found() == (me,))
-    lookout.pass_over(["me"])
-    assert lookout.found() == ()
-    lookout.stop()
-    until(lambda: not lookouts())
+    queue.found = (me,)
+    queue.answers.set()
+    until(lambda: watcher.found() == (me,))
+    queue.answers.clear()
+    assert watcher.found() == (me,)  # this may still be true
+    until(lambda: watcher.found() == (), SILENT + 30)  # nobody could tell this process that it is let in
+    queue.answers.set()
+    until(lambda: watcher.found() == (me,))
+    watcher.pass_over(["me"])
+    assert watcher.found() == ()
+    watcher.stop()
+    until(lambda: not watchers())
 
 
-def test_a_lookout_looks_while_it_is_asked() -> None:
-    lobby = Blocking()
-    held = [JoinWatcher(lobby, [])]
+def test_a_join_watcher_looks_while_it_is_asked() -> None:
+    queue = Blocking()
+    held = [JoinWatcher(queue, [])]
     time.sleep(3 * LOOK_FOR_JOINERS)
-    assert not lookouts() and not lobby.looks
-    until(lambda: held[0].found() or lobby.looks > 5)
+    assert not watchers() and not queue.looks
+    until(lambda: held[0].found() or queue.looks > 5)
     held[0]._seen.asked -= 1000  # nobody has asked for long
     until(lambda: held[0]._seen.pauses_long)
-    looks = lobby.looks
+    looks = queue.looks
     time.sleep(5 * LOOK_FOR_JOINERS)
-    assert lobby.looks == looks
-    until(lambda: held[0].found() or lobby.looks > looks + 1)
-    assert [thread.daemon for thread in lookouts()] == [True]
+    assert queue.looks == looks
+    until(lambda: held[0].found() or queue.looks > looks + 1)
+    assert [thread.daemon for thread in watchers()] == [True]
     held.clear()
     gc.collect()
-    until(lambda: not lookouts())
+    until(lambda: not watchers())
 
 
 class Unreachable(JoinQueue):
-    """A lobby whose looks fail."""
+    """A queue whose looks fail."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(Counting())
@@ -252,26 +252,26 @@ class Unreachable(JoinQueue):
         raise self._error
 
 
-def test_a_lookout_whose_store_has_died_looks_no_more() -> None:
-    lobby = Unreachable(dist.DistNetworkError("Connection reset by peer"))
-    lookout = JoinWatcher(lobby, [])
-    assert lookout.found() == ()
-    until(lambda: lobby.looks and not lookouts())
-    assert lobby.looks == 1 and lookout.found() == ()
+def test_a_join_watcher_whose_store_has_died_looks_no_more() -> None:
+    queue = Unreachable(dist.DistNetworkError("Connection reset by peer"))
+    watcher = JoinWatcher(queue, [])
+    assert watcher.found() == ()
+    until(lambda: queue.looks and not watchers())
+    assert queue.looks == 1 and watcher.found() == ()
 
 
 @pytest.mark.parametrize(
     ("error", "least", "most"),
     [(RuntimeError("torch prints a page"), 2, 8), (ConnectionError("etcd is away"), 10, 200)],
 )
-def test_a_lookout_looks_less_often_at_a_store_that_prints(
+def test_a_join_watcher_looks_less_often_at_a_store_that_prints(
     monkeypatch: pytest.MonkeyPatch, error: Exception, least: int, most: int
 ) -> None:
     monkeypatch.setattr(join_queue, "AFTER_FAILURE", 0.01)
-    lobby = Unreachable(error)
-    lookout = JoinWatcher(lobby, [])
-    lookout.found()
+    queue = Unreachable(error)
+    watcher = JoinWatcher(queue, [])
+    watcher.found()
     time.sleep(1.0)
-    assert least <= lobby.looks <= most
-    lookout.stop()
-    until(lambda: not lookouts())
+    assert least <= queue.looks <= most
+    watcher.stop()
+    until(lambda: not watchers())

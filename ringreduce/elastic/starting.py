@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import secrets
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -20,8 +19,9 @@ from torch.distributed.rendezvous import rendezvous as env_rendezvous
 
 from ringreduce.common.units import duration
 from ringreduce.config import Options
+from ringreduce.coordination.founding import Founding
 from ringreduce.coordination.join_queue import Patient
-from ringreduce.coordination.process import Who, has_ended, identity
+from ringreduce.coordination.process import Who
 from ringreduce.coordination.protocol import View
 from ringreduce.coordination.store import Bounded, Values
 from ringreduce.coordination.torch_store import KeyStore
@@ -30,17 +30,13 @@ from ringreduce.elastic.groups import destroy_groups
 from ringreduce.elastic.settings import Settings
 from ringreduce.elastic.world import World, founded, joined
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, RingReduceError, SystemFailure, TooFewRanks
-from ringreduce.groups import exchange
+from ringreduce.groups.exchange import known_beforehand
 from ringreduce.groups.links import links_of
 from ringreduce.groups.lookup import backend_of
 from ringreduce.groups.ready import ready_for_a_group
 
 SLACK = 5.0
 """Seconds that a joiner waits longer than the members may need to notice that one of them has stopped."""
-
-LOOK_AT_TRIAL, LOOK_AT_EARLIER = 0.25, 0.02
-"""Seconds between two looks whether the trial of making the first group is over: of a process that takes part in it,
-and of one that waits because an earlier process of its rank does."""
 
 MOST_RANKS = 1 << 16
 
@@ -120,18 +116,19 @@ def start(
         most=founders if spares else sys.maxsize,
         patience=patience.total_seconds(),
         expel_after=silence.total_seconds(),
-        home=WorldContext(here),
+        context=WorldContext(here),
     )
     _names.append(settings.me)
+    founding = Founding(here, lambda: settings.context.queue.latest() is not None)
     # Who comes again before the first members have made their group is one of them again.
     try:
-        joins = rank >= founders or settings.home.lobby.latest() is not None
-        trial = None if joins else _take_part(settings, rank)
+        joins = rank >= founders or settings.context.queue.latest() is not None
+        attempt = None if joins else founding.take_part(rank, settings.me, _taken(rank, settings.timeout))
     except RingReduceError:
         raise
     except (RuntimeError, OSError) as error:
         raise SystemFailure(f"start: the store is out of reach: {error}") from error
-    return _join(settings) if trial is None else _found(settings, rank, founders, trial)
+    return _join(settings) if attempt is None else _found(settings, founding, rank, founders, attempt)
 
 
 def _meeting_point(
@@ -190,88 +187,44 @@ def _check_counts(least: int, spares: int, unit: int, world_size: int) -> int:
     return founders
 
 
-def _take_part(settings: Settings, rank: int) -> str | None:
-    """The number of the trial of making the first group that this process takes part in; None: the group is made.
+def _taken(rank: int, timeout: float) -> Callable[[Who], None]:
+    """For `Founding.take_part`. One rank may have been given to two processes, or the earlier one is stopped."""
+    until, told = time.monotonic() + timeout, False
 
-    At most one process of each rank takes part in a trial. If an earlier process of this rank has taken part and ended,
-    this process ends the trial, and the next one begins. If the earlier process lives, this one waits until the trial
-    has ended or the group is made, for `timeout` at most: two processes may have been given one rank by mistake, or the
-    earlier one is stopped.
-    """
-    store = settings.home.store
-    mine = json.dumps([settings.me, *identity()])
-    until, told = time.monotonic() + settings.timeout, False
-    while True:
-        trial = _latest_trial(store)
-        takes_part = store.compare_set(f"trial {trial}/rank {rank}", "", mine).decode()
-        if takes_part == mine:
-            return trial
-        earlier = Who(*json.loads(takes_part)[1:])
-        if _is_another_that_lives(earlier):
-            first = f"rank {rank} is taken by another process ({earlier.host}, pid {earlier.pid}) that lives"
-            if time.monotonic() > until:
-                raise CollectiveTimeout(f"start: {first}; end it, or give each process a rank of its own", rank)
-            if not told:
-                told = True
-                log.warning("start: %s; this one waits for its end", first)
-            time.sleep(LOOK_AT_EARLIER)
-        else:
-            _end_trial(store, trial)
-        if settings.home.lobby.latest():
-            return None
+    def taken(earlier: Who) -> None:
+        nonlocal told
+        first = f"rank {rank} is taken by another process ({earlier.host}, pid {earlier.pid}) that lives"
+        if time.monotonic() > until:
+            raise CollectiveTimeout(f"start: {first}; end it, or give each process a rank of its own", rank)
+        if not told:
+            log.warning("start: %s; this one waits for its end", first)
+        told = True
+
+    return taken
 
 
-def _latest_trial(store: KeyStore) -> str:
-    return (store.value("trial") or b"0").decode()
+def _found(settings: Settings, founding: Founding, rank: int, size: int, attempt: int) -> World:
+    """Makes the first group together with the others that take part in this attempt."""
+    context, over = settings.context, founding.look_at(attempt)
 
+    def look() -> PeerLost | None:
+        what = "making the group: one of the first members has ended, or cannot go on"
+        return PeerLost(what) if over() else None
 
-def _end_trial(store: KeyStore, trial: str) -> None:
-    store.compare_set("trial", "" if trial == "0" else trial, str(int(trial) + 1))
-
-
-def _is_another_that_lives(who: Who) -> bool:
-    """Whether this is another process, of which this one can see that it has not ended."""
-    me = identity()
-    return who != me and who.pids == me.pids and not has_ended(who)
-
-
-def _found(settings: Settings, rank: int, size: int, trial: str) -> World:
-    """Makes the first group together with the others that take part in this trial."""
-    home = settings.home
     try:
-        with _looking_for_the_end(home, trial):
-            view = _first_view(settings, rank, size, PrefixStore(f"epoch 0, trial {trial}", home.store))
+        with known_beforehand(look=look):
+            view = _first_view(settings, rank, size, PrefixStore(f"epoch 0, attempt {attempt}", context.store))
     except Exception:
         made = False
         with contextlib.suppress(RuntimeError, OSError):
-            _end_trial(home.store, trial)  # those that are started again meet in the next one
-            made = home.lobby.latest() is not None
+            founding.end(attempt)  # those that are started again meet in the next one
+            made = context.queue.latest() is not None
         if not made:
             raise
     else:
         return founded(settings, view)
     destroy_groups()
     return _join(settings)  # the others have made the group with an earlier process of this rank, and go on
-
-
-@contextlib.contextmanager
-def _looking_for_the_end(home: WorldContext, trial: str) -> Iterator[None]:
-    """Ends the making of a group, with `PeerLost`, if the trial has ended or the first group has been made."""
-    checked = time.monotonic()
-
-    def look() -> PeerLost | None:
-        nonlocal checked
-        if time.monotonic() > checked + LOOK_AT_TRIAL:
-            checked = time.monotonic()
-            if _latest_trial(home.store) != trial or home.lobby.latest():
-                return PeerLost("making the group: one of the first members has ended, or cannot go on")
-        return None
-
-    before = exchange.looks.set(look)
-    try:
-        yield
-    finally:
-        exchange.looks.reset(before)
 
 
 def _first_view(settings: Settings, rank: int, size: int, place: Store) -> View:
@@ -286,33 +239,33 @@ def _first_view(settings: Settings, rank: int, size: int, place: Store) -> View:
         pg_options=settings.options,
     )
     if not links_of(backend_of(None)):  # all ranks are on one host
-        settings.home.share_ledger(rank)
+        settings.context.share_ledger(rank)
     everyone: list[Any] = [None] * size
     dist.all_gather_object(everyone, settings.member())
     for other, member in enumerate(everyone):
         settings.check(member, f"rank {other}")
     view = View(0, tuple(everyone), unit=settings.unit)
     if rank == 0:
-        settings.home.lobby.publish(view)
+        settings.context.queue.publish(view)
     return view
 
 
 def _join(settings: Settings) -> World:
-    home = settings.home
-    home.ready = ready_for_a_group(settings.options, listens=True)
+    context = settings.context
+    context.ready = ready_for_a_group(settings.options, listens=True)
     silence = settings.timeout + settings.expel_after + SLACK
     ask = Patient(settings.patience)
-    number = home.lobby.come(settings.member(), ask)
+    number = context.queue.come(settings.member(), ask)
     _import_what_makes_groups()  # while the members look who has come
-    view = home.lobby.wait(settings.me, number, silence, ask)
-    opened = view is not None and ask(home.open_a_ledger, settings.me, view, settings.timeout)
-    if view is None or (not opened and ask(home.lobby.all_gone, settings.me)):
-        if not ask(home.lobby.ended_well):
+    view = context.queue.wait(settings.me, number, silence, ask)
+    opened = view is not None and ask(context.open_a_ledger, settings.me, view, settings.timeout)
+    if view is None or (not opened and ask(context.queue.all_gone, settings.me)):
+        if not ask(context.queue.ended_well):
             raise TooFewRanks(
                 "start: all members have died, and no process has the state any more; start the training again from a "
                 "checkpoint"
             )
-        if any(ask(home.lobby.has_left, name) for name in _names):
+        if any(ask(context.queue.has_left, name) for name in _names):
             raise InvalidArgument(
                 "start: this process has left the world of this store, and the training there is over; give another "
                 "store, such as PrefixStore('phase 2', store), to start another world"

@@ -1,0 +1,79 @@
+"""How a fixed number of ranks begin something together, in numbered attempts.
+
+    founding = Founding(store, founded)                 # on each of them
+    attempt = founding.take_part(rank, me, taken)       # then all make it, under keys of this attempt
+    founding.end(attempt)                               # if this rank cannot go on
+
+All ranks come to the latest attempt, each with one process at most. If an earlier process of a rank has taken part and
+ended, the next one of that rank ends the attempt and begins another. So processes that a launcher starts again meet
+those that still wait, whichever of them had failed. The caller knows what is made, and when that is done (`founded`).
+
+Keys in the store:
+
+    attempt          the number of the latest attempt; none: 0
+    attempt N/rank R the process that takes part in attempt N as rank R, and the name that it has
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ringreduce.coordination.process import Who, identity, lives
+from ringreduce.coordination.store import once, value_of
+
+LOOK_AT_ATTEMPT, LOOK_AT_EARLIER = 0.25, 0.02
+"""Seconds between two looks whether an attempt is over: of a process that takes part in it, and of one that waits
+because an earlier process of its rank does."""
+
+
+class Founding:
+    """The attempts in one store, as a process sees them."""
+
+    def __init__(self, store: Any, founded: Callable[[], bool]) -> None:
+        """`store`: of torch. `founded`: whether an attempt has succeeded."""
+        self._store, self._founded = store, founded
+
+    def take_part(self, rank: int, me: str, taken: Callable[[Who], None]) -> int | None:
+        """The number of the attempt that this process takes part in, under the name `me`; None: an earlier one has
+        succeeded.
+
+        While another process of this rank takes part and lives, this one waits, and calls `taken` with that process
+        again and again, which may raise.
+        """
+        mine = json.dumps([me, *identity()])
+        while True:
+            attempt = self._latest()
+            takes_part = once(self._store, f"attempt {attempt}/rank {rank}", mine)
+            if takes_part == mine:
+                return attempt
+            earlier = Who(*json.loads(takes_part)[1:])
+            if lives(earlier) and earlier != identity():
+                taken(earlier)
+                time.sleep(LOOK_AT_EARLIER)
+            else:
+                self.end(attempt)
+            if self._founded():
+                return None
+
+    def end(self, attempt: int) -> None:
+        """Ends an attempt, unless it is over: those that come from now on meet in the next one."""
+        self._store.compare_set("attempt", str(attempt) if attempt else "", str(attempt + 1))
+
+    def look_at(self, attempt: int) -> Callable[[], bool]:
+        """A function that says whether an attempt is over, also by success. It asks the store now and then."""
+        checked = time.monotonic()
+
+        def over() -> bool:
+            nonlocal checked
+            if time.monotonic() <= checked + LOOK_AT_ATTEMPT:
+                return False
+            checked = time.monotonic()
+            return self._latest() != attempt or self._founded()
+
+        return over
+
+    def _latest(self) -> int:
+        return int(value_of(self._store, "attempt") or b"0")
