@@ -48,7 +48,7 @@ from ringreduce.groups.exchange import Exchange, beforehand, passed
 from ringreduce.groups.links import registered, remember
 from ringreduce.groups.lookup import found_in
 from ringreduce.groups.meet import meet
-from ringreduce.groups.ready import agreed, location_of
+from ringreduce.groups.ready import agreed, place_of
 from ringreduce.groups.survivors import Lineage, Survivors, known_ends, shrinking, survivors_of, use_instead
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ def _make_with_memory(
         if before.prepared
         else decision_of_rank_0,
         memory,
-        location_of(options),
+        place_of(options),
         arena,
         before.prepared,
     )
