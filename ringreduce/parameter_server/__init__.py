@@ -6,8 +6,7 @@
     kv.push_pull("w", w.grad, out=w).wait()
     kv.leave()
 
-docs/parameter_server.md says when to use it. For synchronous training of dense models on equal machines, all_reduce is
-faster.
+docs/parameter_server.md says when to use it. Synchronous training of dense models is faster with all_reduce.
 """
 
 from ringreduce.parameter_server.client.embedding import Embedding, EmbeddingBag

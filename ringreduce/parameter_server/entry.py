@@ -57,7 +57,7 @@ class Entry:
     options: Options
     store: Any = None
     """The store, under a prefix of this incarnation of the parameter server."""
-    making: int = 0
+    attempt: int = 0
     """The number of this incarnation; the same store can be used for several, one after the other."""
     worker: int = -1
     """The number of this worker; for a founder, that of its process."""
@@ -74,7 +74,7 @@ class Entry:
 
     def anew(self) -> Entry:
         """Returns what is known before an incarnation is chosen."""
-        return replace(self, store=None, making=0, secret=b"", has_far_backups=False, _came={}, _look_again=0.0)
+        return replace(self, store=None, attempt=0, secret=b"", has_far_backups=False, _came={}, _look_again=0.0)
 
     @property
     def machine(self) -> str:
@@ -126,8 +126,7 @@ class Entry:
 
     def check_founding(self) -> None:
         """Raises the error with which a founder has given up this incarnation, or `PeerLost` if one has ended before
-        all have entered; `Stale` if that was one of earlier processes. A process sees the end of processes of its own
-        machine."""
+        all have entered; `Stale` if that was an earlier process. A process sees the ends of those on its machine."""
         self.raise_if_given_up()
         if time.monotonic() < self._look_again or self.is_over():
             return
@@ -151,8 +150,7 @@ class Entry:
         return bool(kind == CollectiveTimeout.__name__ or culprit < 0 or process_began() > when)
 
     def raise_if_given_up(self) -> None:
-        """Raises the error with which a founder has given up this incarnation; `Stale` if it was for earlier
-        processes."""
+        """Raises the error with which a founder has given up this incarnation, or `Stale` (for earlier processes)."""
         if self.is_over() and not (founded := self.store.get("founded").decode()).isdigit():
             kind, text, culprit, _ = json.loads(founded)
             if kind == PeerLost.__name__ and culprit < 0:

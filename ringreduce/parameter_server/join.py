@@ -21,20 +21,21 @@ from torch.distributed.rendezvous import rendezvous
 from ringreduce import _C
 from ringreduce.config import resolve
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost
-from ringreduce.parameter_server import founding
+from ringreduce.parameter_server import doors, founding
 from ringreduce.parameter_server.arguments import MOST_SERVERS, MOST_WORKERS, count_of_bytes, seconds
 from ringreduce.parameter_server.checks import check_bool, check_is, check_text, shown, whole
+from ringreduce.parameter_server.client.calls import Calls
 from ringreduce.parameter_server.client.failover import FailoverConnector
 from ringreduce.parameter_server.client.key_value import KeyValue
 from ringreduce.parameter_server.client.membership import Membership
 from ringreduce.parameter_server.client.questions import Joined, Questions
-from ringreduce.parameter_server.doors import Reached, Refused, ask, called, connect, connect_again, reach
+from ringreduce.parameter_server.doors import Reached, Refused, ask, called, connect, reach
 from ringreduce.parameter_server.entry import Entry
 from ringreduce.parameter_server.modes import READERS
 from ringreduce.parameter_server.placement import BLOCK_BYTES, UNIT
 from ringreduce.parameter_server.server.process import ServerProcess
 from ringreduce.parameter_server.server.serving import Serving
-from ringreduce.parameter_server.store import Views, new_dialer, place_of
+from ringreduce.parameter_server.store import Views, new_dialer, process_of
 from ringreduce.parameter_server.updates import Function, check_functions
 from ringreduce.parameter_server.views import Replica, View
 
@@ -233,19 +234,26 @@ def _wait_for_workers(kv: KeyValue, entry: Entry, workers: int) -> KeyValue:
 
 def enter(entry: Entry, local: ServerProcess | None) -> KeyValue:
     """Connects a worker to every server. `local` has the servers of its process, if there are any."""
-    client = _C.ParameterClient(entry.worker, entry.servers, _window(entry))
+    processes = [entry.process(process) for process in range(entry.founders)]
+    far = {its["number"]: its for its in processes if entry.has_far_backups or its["machine"] != entry.machine}
+    # No larger than any server accepts that may be reached by TCP, and as the client has it.
+    entry.window = min([entry.window, *(int(its["window"]) for its in far.values())]) // 64 * 64
+    client = _C.ParameterClient(entry.worker, entry.servers, entry.window)
     if local is not None:
         client.host(local.server)
     views = Views(entry.store) if entry.has_far_backups else None
     joined: list[Joined] = []
     with contextlib.ExitStack() as undo:
-        reached = {} if views is not None else _reach_all(entry, undo)
+        reached: dict[int, Reached] = {}
+        if far and views is None:
+            number, look = new_dialer(entry.store), entry.check_founding
+            reached = reach(entry.options, entry.secret, far, number, entry.deadline, undo, look)
         for server in range(entry.servers):
-            place = place_of(entry.store, server, entry.founders)
-            name = called(server, entry.process(place))
+            process = process_of(entry.store, server, entry.founders)
+            name = called(server, entry.process(process))
             try:
-                if place in reached:
-                    joined.append(_enter_far(entry, client, server, Replica(place, 0), reached[place]))
+                if process in reached:
+                    joined.append(_enter_far(entry, client, server, Replica(process, 0), reached[process]))
                 else:
                     joined.append(_enter(entry, views, client, server))
             except TimeoutError:
@@ -257,41 +265,24 @@ def enter(entry: Entry, local: ServerProcess | None) -> KeyValue:
         undo.pop_all()
 
     def reach_near(server: int, address: str, timeout: float) -> socket.socket:
-        return connect_again(bytes.fromhex(address), entry.secret, entry.hello() | {"of": server}, timeout)
+        hello = entry.hello() | {"of": server, "again": True}  # the server knows this worker, as it was its backup
+        return doors.enter(bytes.fromhex(address), entry.secret, hello, [], timeout)[0]
 
     loads = [0] * entry.servers
     membership = Membership(
         entry.store, entry.worker, entry.group, client, local, entry.block_bytes, entry.window, loads
     )
     questions = Questions(entry.worker, client, joined, reach_near, failover)
-    return KeyValue(membership, questions, entry.timeout)
-
-
-def _window(entry: Entry) -> int:
-    """Returns the bytes of the worker's window: no more than any server accepts that may be reached by TCP."""
-    places = [entry.process(process) for process in range(entry.founders)]
-    far = [its for its in places if entry.has_far_backups or its["machine"] != entry.machine]
-    entry.window = min([entry.window, *(int(its["window"]) for its in far)]) // 64 * 64  # as the client has it
-    return entry.window
-
-
-def _reach_all(entry: Entry, undo: contextlib.ExitStack) -> dict[int, Reached]:
-    """Connections to all processes on other hosts."""
-    places = [entry.process(process) for process in range(entry.founders)]
-    far = {its["number"]: its for its in places if its["machine"] != entry.machine}
-    if not far:
-        return {}
-    number, look = new_dialer(entry.store), entry.check_founding
-    return reach(entry.options, entry.secret, far, number, entry.deadline, undo, look)
+    return KeyValue(Calls(membership, questions, entry.timeout))
 
 
 def _enter(entry: Entry, views: Views | None, client: Any, server: int) -> Joined:
     """Joins whoever serves the blocks of a server, on this host or, if there are views, by TCP. Waits for another
     process if that one has ended, or does not serve them any more."""
-    until, began = time.monotonic() + _TAKING_OVER, place_of(entry.store, server, entry.founders)
+    until, began = time.monotonic() + _TAKING_OVER, process_of(entry.store, server, entry.founders)
     while True:
         view = None if views is None else views.of(server)
-        one = Replica(place_of(entry.store, server, entry.founders), 0) if view is None else view.server
+        one = Replica(process_of(entry.store, server, entry.founders), 0) if view is None else view.server
         its = entry.process(one.process)
         moves = bool(entry.backups or entry.servers > entry.founders or one.process != began)
         try:

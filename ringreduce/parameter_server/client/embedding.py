@@ -159,34 +159,26 @@ class Embedding(nn.Module):
             )
         check_weight(weight)
         check_priority(priority)
-        rows = self._table.rows(wanted.data_ptr(), wanted.numel())
-        return self._push(
-            rows,
-            source.resolve_neg().contiguous(),
-            deadline,
-            distinct=False,
-            weight=float(weight),
-            priority=int(priority),
-        )
+        rows, values = self._table.rows(wanted.data_ptr(), wanted.numel()), source.resolve_neg().contiguous()
+        return self._push(rows, values, deadline, distinct=False, weight=float(weight), priority=int(priority))
 
     def prefetch(self, ids: Any) -> None:
-        """Requests the rows for a later `pull` or forward pass with the same `ids`. Returns at once, unless pushes fill
-        the window.
+        """Requests the rows for a later `pull` or forward pass with the same `ids`. Waits only for room in the window.
 
         The rows contain what was pushed before this call, but nothing that is pushed later, so call it after
         `backward`. They stay in this worker's window until they are used. The oldest batches are dropped when a table
         has more than 4, or when those of all tables, with the next request, would take more than half of the window.
         """
         deadline = self._calls.deadline(None)
-        waiting, mine = self._prefetched, self._places()
-        for place in reversed(mine[: max(0, len(mine) + 1 - MOST_PREFETCHED)]):
-            del waiting[place]  # frees its room in the window before more is requested
+        waiting, mine = self._prefetched, self._positions()
+        for position in reversed(mine[: max(0, len(mine) + 1 - MOST_PREFETCHED)]):
+            del waiting[position]  # frees its room in the window before more is requested
         batch = self._ask(_ids(ids).clone(), deadline)
         waiting.append(batch)
 
-    def _places(self) -> list[int]:
+    def _positions(self) -> list[int]:
         """Returns the positions of this table's batches in the list of prefetched ones, oldest first."""
-        return [place for place, batch in enumerate(self._prefetched) if batch.name == self.name]
+        return [position for position, batch in enumerate(self._prefetched) if batch.name == self.name]
 
     def _make_room(self, rows: ParameterRows) -> int:
         """Drops the oldest prefetched batches until all fit half of the window; returns the bytes of this request."""
@@ -210,9 +202,9 @@ class Embedding(nn.Module):
     def _batch(self, ids: torch.Tensor, deadline: float) -> _Batch:
         """Returns the pull of `ids` that `prefetch` has begun, or begins one."""
         waiting = self._prefetched
-        for place in self._places():
-            if waiting[place].ids.shape == ids.shape and torch.equal(waiting[place].ids, ids):
-                return waiting.pop(place)
+        for position in self._positions():
+            if waiting[position].ids.shape == ids.shape and torch.equal(waiting[position].ids, ids):
+                return waiting.pop(position)
         return self._ask(ids, deadline)
 
     def _take(self, batch: _Batch, out: torch.Tensor, deadline: float, *, distinct: bool) -> None:
@@ -233,8 +225,7 @@ class Embedding(nn.Module):
         """Waits until the servers have applied everything that `backward` has pushed.
 
         Returns the number of pushes that came late and were dropped, which only happens if the mode has a quorum. If a
-        push went wrong, raises its error; further errors are raised by further calls. `timeout` is in seconds for each
-        push.
+        push went wrong, raises its error; further calls raise further errors. `timeout` is in seconds for each push.
         """
         while self._pushed:
             pushed = self._pushed.pop(0)
@@ -298,8 +289,7 @@ class EmbeddingBag(Embedding):
     ) -> torch.Tensor:
         """Returns a row for each bag, like `torch.nn.EmbeddingBag`.
 
-        Either `offsets` has the position in `ids` where each bag begins, or `ids` is 2-dimensional, with a row for each
-        bag.
+        Either `offsets` has the position in `ids` where each bag begins, or `ids` is 2-dimensional: a row for each bag.
         """
         positions, values = self._values(ids)
         try:

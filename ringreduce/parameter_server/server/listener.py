@@ -163,10 +163,6 @@ class Listener:
         for end in (self._wake, self._woken, self._unix, *(each.socket for each in self._connections.values())):
             end.close()
 
-    @property
-    def is_open(self) -> bool:
-        return self._thread.is_alive()
-
     def stop(self) -> None:
         """Ends the thread and all connections. The addresses stay, so others see that this process is there."""
         self.is_closing = True

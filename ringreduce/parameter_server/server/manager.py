@@ -152,7 +152,7 @@ class ReplicaManager:
         """Asks for servers until no process serves two more than this one. After `deadline`, goes on with those that it
         has, and raises `CollectiveTimeout` if it has none."""
         while True:
-            counts = collections.Counter(self._directory.place_of(server) for server in range(servers))
+            counts = collections.Counter(self._directory.process_of(server) for server in range(servers))
             mine, (richest, most) = counts[self._number], counts.most_common(1)[0]
             if most <= mine + 1:
                 return
@@ -205,8 +205,7 @@ class ReplicaManager:
 
     def give_away(self, timeout: float) -> bool:
         """Gives all servers of this process to others, and takes no backups any more. Returns False if something is
-        still served here after `timeout` seconds. Only one process leaves at a time, since two could give servers to
-        each other."""
+        still served here after `timeout` seconds. Processes leave one by one: two could give servers to each other."""
         deadline = time.monotonic() + timeout
         here = self._directory.processes()[self._number]["machine"]
         if not self._directory.begin_to_leave(self._number, lambda its: lives(its, here), deadline):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import socket
 import time
@@ -84,8 +85,7 @@ class ServerProcess:
 
     def have_backup(self, number: int, process: int, its: dict[str, Any], timeout: float) -> None:
         """Makes `process`, which has told the store `its`, the backup of server `number`, which is served here. Raises
-        `OSError` if that process cannot be reached or does not answer, and `InvalidArgument` if the server cannot have
-        a backup."""
+        `OSError` if that process cannot be reached or does not answer, and `InvalidArgument` if there can be none."""
         if self.replication is not None:
             return self.replication.lead(number, self.shards[number], process, timeout)
         address, server = bytes.fromhex(its["address"]), self.shards[number].server
@@ -193,7 +193,7 @@ class ServerProcess:
 
     def close(self) -> None:
         """Ends the servers and all threads. Workers that still need these servers see them end."""
-        if not self.listener.is_open:
+        if self not in open_until_exit:
             return
         self.listener.is_closing = True
         for other in (self.replication, self.manager):
@@ -226,21 +226,23 @@ class ServerProcess:
         """Waits until all workers, not readers, have gone; returns the names of those that have not after `timeout`."""
         deadline = time.monotonic() + timeout
         while (staying := self._staying()) and time.monotonic() < deadline:
-            with self.listener.changed:
-                self.listener.changed.wait(_LOOK)
+            self._wait_for_change()
         return list(staying.values())
 
     def wait_until_served(self, timeout: float | None) -> bool:
         """Waits until workers have come and all have gone; returns False after `timeout` seconds (None: no limit)."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             served = self._served  # read before _staying(), which sets it when a worker comes
             if not self._staying() and served:
                 return True
-            if deadline is not None and time.monotonic() >= deadline:
+            if time.monotonic() >= deadline:
                 return False
-            with self.listener.changed:
-                self.listener.changed.wait(_LOOK)
+            self._wait_for_change()
+
+    def _wait_for_change(self) -> None:
+        with self.listener.changed:
+            self.listener.changed.wait(_LOOK)
 
     def _staying(self) -> dict[int, str]:
         """Returns the workers that take part here or have not closed their connections, with their names. Where backups
@@ -317,22 +319,15 @@ class ServerProcess:
             self._let_in(shard, worker, hello, descriptors)
         self._introduce(connection, worker, shard, hello)
         reply = proof | {"capacity": shard.server.capacity, "turn": shard.server.turn}
-        return reply, [os.dup(shard.server.values), os.dup(shard.server.bell), own_pidfd()]
+        given = [] if hello.get("again") else [os.dup(shard.server.values), os.dup(shard.server.bell), own_pidfd()]
+        return reply, given
 
     @staticmethod
     def _let_in(shard: Shard, worker: int, hello: dict[str, Any], descriptors: list[int]) -> None:
-        window, pidfd, news = descriptors
-        shard.server.join(
-            id=worker,
-            group=str(hello["group"]),
-            window=os.dup(window),
-            window_bytes=int(hello["window_bytes"]),
-            servers=int(hello["servers"]),
-            lane=int(hello["lane"]),
-            pidfd=os.dup(pidfd),
-            news=os.dup(news),
-            name=name_in(hello),
-        )
+        about: dict[str, Any] = {name: int(hello[name]) for name in ("window_bytes", "servers", "lane")}
+        about |= {"id": worker, "group": str(hello["group"]), "name": name_in(hello)}
+        about |= zip(("window", "pidfd", "news"), map(os.dup, descriptors), strict=True)
+        shard.server.join(**about)
 
     def _introduce(self, connection: Connection, worker: int, shard: Shard, hello: dict[str, Any]) -> None:
         connection.worker, connection.shard = worker, shard
@@ -401,8 +396,7 @@ class ServerProcess:
         return {"name": self._name_of_backup(number)}
 
     def _check_absent(self, number: int) -> Shard | None:
-        """Raises `InvalidArgument` if this process cannot have a backup of server `number`. Returns an earlier server
-        or backup of that number here."""
+        """Raises `InvalidArgument` if server `number` can have no backup here. Returns an earlier shard of it here."""
         known = self.shards.get(number)
         if known is not None and known.server.serves and not known.server.has_ended:
             raise InvalidArgument(f"server {number} is here, so its backup has to be elsewhere")

@@ -166,8 +166,7 @@ class Replication:
         return False
 
     def follow(self, number: int, shard: Shard, view: str, since: int, earlier: Shard | None) -> None:
-        """Makes `shard` the backup that `view` names, in place of an earlier one. Raises `InvalidArgument` if that one
-        knows better."""
+        """Makes `shard` the backup that `view` names. Raises `InvalidArgument` if an earlier one here knows better."""
         its, known = View.of(view), None if earlier is None else self._known.get(earlier)
         if known is not None and not known.gives_way_to(its, since):
             raise InvalidArgument(f"server {number} has been replaced by one that this process knows")

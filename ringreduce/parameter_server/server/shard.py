@@ -42,8 +42,7 @@ class Shard:
         """For a backup: its server gives its blocks away, so the takeover is not logged."""
 
     def lead(self, is_closing: Callable[[], bool], **partner: Any) -> None:
-        """Gives the server a backup on this host, and waits until that has the whole state. Raises `ConnectionError` if
-        the backup ends before."""
+        """Gives the server a backup on this host with the whole state. Raises `ConnectionError` if it ends before."""
         self.server.lead(**partner)
         while self.server.backup_starts:
             if is_closing():
@@ -69,8 +68,7 @@ class Shard:
         return False
 
     def check_serving(self) -> None:
-        """Raises `InvalidArgument` if it is a backup that has not taken over. After a takeover, reads its blocks'
-        notes."""
+        """Raises `InvalidArgument` for a backup that has not taken over. After a takeover, reads its blocks' notes."""
         if self._is_backup and not self.server.serves:
             raise InvalidArgument("this is the backup of another server, which still serves")
         if self._follows:
@@ -132,13 +130,9 @@ class Shard:
         block, offset = self.server.create(
             dtype=spec["dtype"],
             count=about["count"],
-            mode=mode["mode"],
-            quorum=mode["quorum"],
-            grace=mode["grace"],
-            staleness=mode["staleness"],
-            group=mode["group"],
             rule=rule,
             note=json.dumps(about),
+            **{name: mode[name] for name in ("mode", "quorum", "grace", "staleness", "group")},
             **table,
         )
         self._remember(about, block, offset)
