@@ -19,14 +19,7 @@ from ringreduce.parameter_server.join import join, serve
 from ringreduce.parameter_server.modes import Mode, asynchronous, ssp, sync
 from ringreduce.parameter_server.server.serving import Serving
 from ringreduce.parameter_server.server.updates import Info, Push
-from ringreduce.parameter_server.updates import (
-    UpdateRule,
-    assign,
-    function,
-    optimizer,
-    reduce,
-    rowwise_adagrad,
-)
+from ringreduce.parameter_server.updates import UpdateRule, assign, function, optimizer, reduce, rowwise_adagrad
 
 __all__ = [
     "Attached",

@@ -87,10 +87,8 @@ def enter(
 class Reached:
     """Connections to a door on another host."""
 
-    control: socket.socket
-    """For control messages."""
-    others: list[tuple[int, str]]
-    """For data: descriptor and path of each."""
+    control: socket.socket  # for control messages
+    others: list[tuple[int, str]]  # for data: descriptor and path of each
 
     def take(self) -> Iterator[tuple[int, str]]:
         """Yields the connections for data, which the caller then owns."""

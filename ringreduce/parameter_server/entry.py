@@ -35,8 +35,7 @@ class Founder(NamedTuple):
     """A founder that has come."""
 
     who: Who
-    at: float
-    """When it came, in seconds of `time.time()`."""
+    at: float  # when it came, in seconds of `time.time()`
 
     @property
     def is_earlier(self) -> bool:
@@ -55,22 +54,17 @@ class Entry:
     deadline: float
     timeout: float
     options: Options
-    store: Any = None
-    """The store, under a prefix of this incarnation of the parameter server."""
-    attempt: int = 0
-    """The number of this incarnation; the same store can be used for several, one after the other."""
-    worker: int = -1
-    """The number of this worker; for a founder, that of its process."""
+    store: Any = None  # the store, under a prefix of this incarnation of the parameter server
+    attempt: int = 0  # the number of this incarnation; the same store can be used for several, one after the other
+    worker: int = -1  # the number of this worker; for a founder, that of its process
     founders: int = 0
     servers: int = 0
     backups: int = 0
-    has_far_backups: bool = False
-    """Whether backups are reached by TCP."""
+    has_far_backups: bool = False  # whether backups are reached by TCP
     secret: bytes = b""
     _came: dict[int, Founder] = field(default_factory=dict)
     """The founders that have come, as far as this one has looked."""
-    _look_again: float = 0.0
-    """When to look again whether founders have ended."""
+    _look_again: float = 0.0  # when to look again whether founders have ended
 
     def anew(self) -> Entry:
         """Returns what is known before an incarnation is chosen."""

@@ -43,8 +43,7 @@ class Calls:
 
     def __init__(self, membership: Membership, questions: Questions, timeout: float) -> None:
         self.membership, self.client, self.questions = membership, membership.client, questions
-        self.timeout = timeout
-        """For calls that are given none, in seconds."""
+        self.timeout = timeout  # for calls that are given none, in seconds
         self.servers = len(membership.loads)
         self.has_left = False
         self.keys: dict[str, Key] = {}

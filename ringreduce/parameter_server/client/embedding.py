@@ -37,13 +37,11 @@ class _Batch:
     """A pull of rows. If its rows are not taken, they are dropped together with this object."""
 
     client: ParameterClient
-    name: str
-    """The name of the table."""
+    name: str  # the name of the table
     ids: torch.Tensor
     rows: ParameterRows
     call: ParameterCall
-    bytes: int
-    """The bytes that it takes in the window."""
+    bytes: int  # the bytes that it takes in the window
 
     def __del__(self) -> None:
         self.client.cancel(self.call)
@@ -135,13 +133,7 @@ class Embedding(nn.Module):
         return values
 
     def push(
-        self,
-        ids: Any,
-        gradients: Any,
-        *,
-        weight: float = 1.0,
-        priority: int = 0,
-        timeout: Timeout = None,
+        self, ids: Any, gradients: Any, *, weight: float = 1.0, priority: int = 0, timeout: Timeout = None
     ) -> Pending:
         """Pushes a row of `gradients` for each id, like `KeyValue.push`. Rows of equal ids are added in order.
 

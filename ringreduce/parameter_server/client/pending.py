@@ -31,12 +31,9 @@ class _Pull:
     key: str
     known: Key
     target: torch.Tensor
-    whole: torch.Tensor
-    """A contiguous tensor. Keeps its memory alive, whatever becomes of `target`."""
-    memory: int
-    """The address of `whole`."""
-    address: int
-    """The address of `target` at the beginning."""
+    whole: torch.Tensor  # a contiguous tensor. Keeps its memory alive, whatever becomes of `target`.
+    memory: int  # the address of `whole`
+    address: int  # the address of `target` at the beginning
     near: list[Part] | None = None
     """`Key.near` when the pull began. If the key has another list now, the pull begins again."""
     call: _C.ParameterCall | None = None

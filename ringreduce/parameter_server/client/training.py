@@ -86,8 +86,7 @@ class Attached(torch.optim.Optimizer):
         self._settings = set(inspect.signature(type(optimizer).__init__).parameters) - {"params", *_HOW}
         self._step_supports_amp_scaling = True  # a GradScaler calls step(), which refuses it
         self._called: set[nn.Module] = set()
-        self._begun = False
-        """Whether a gradient has been computed since the last step, or the last zero_grad."""
+        self._begun = False  # whether a gradient has been computed since the last step, or the last zero_grad
         self._cleared = False
         """Whether all gradients were cleared since the last step. Until then, a backward pass may be of another loss,
         such as that of the generator of a GAN, whose gradients will be cleared and never pushed."""

@@ -43,19 +43,15 @@ class ReplicaManager:
     def __init__(self, local: ServerProcess, directory: Directory, number: int, backups: int) -> None:
         self._local, self._directory, self._number, self._backups = local, directory, number, backups
         self._poked, self._closing = threading.Event(), False
-        self._served = local.serving()
-        """The servers that the store has been told are here."""
+        self._served = local.serving()  # the servers that the store has been told are here
         self._looking = threading.Lock()
         self._wishes: list[tuple[int, int, int]] = []
         """Wishes for a server: the process, how many servers it has, and the server that it wants (-1: any)."""
         self._wanted_by: dict[int, int] = {}
         """By number, for backups here: a process that would like to serve it. It becomes the next backup."""
-        self._backup_at: dict[int, int] = {}
-        """By server: the process of the backup that this process had made."""
-        self._in_vain: set[int] = set()
-        """Processes that did not take a backup when they were last asked."""
-        self._alone: set[int] = set()
-        """Servers without a backup about which this has been logged."""
+        self._backup_at: dict[int, int] = {}  # by server: the process of the backup that this process had made
+        self._in_vain: set[int] = set()  # processes that did not take a backup when they were last asked
+        self._alone: set[int] = set()  # servers without a backup about which this has been logged
         local.on_change = self._poked.set
         if local.replication is not None:
             local.replication.on_change = self._poked.set

@@ -57,16 +57,14 @@ class ServerProcess:
         self.leaving: list[tuple[int, Shard]] = []
         """Servers that have left their blocks to their backups, and wait for these to serve."""
         self.is_leaving = False
-        self.manager: Manager | None = None
-        """Closed before the servers are."""
+        self.manager: Manager | None = None  # closed before the servers are
         self.on_change: Callable[[], None] = lambda: None
         """Called by the door's thread when a server or a backup has ended."""
         self._own = next(iter(self.shards.values()), None) or Shard(1 << 12, functions)
         self._secret = secret
         self._begun, self._served = time.monotonic(), False
         self._window = 0
-        self.replication: Replication | None = None
-        """Set if backups are reached by TCP."""
+        self.replication: Replication | None = None  # set if backups are reached by TCP
         self.listener = Listener(self)
         open_until_exit[self] = None
 
@@ -131,7 +129,7 @@ class ServerProcess:
         return True
 
     def serve_alone(self, number: int) -> None:
-        """Lets the heir of server `number` serve, although it can have no backup of its own."""
+        """Lets the designated primary of server `number` serve, although it can have no backup of its own."""
         if self.replication is None:
             self.shards[number].server.serve_alone()
         else:
@@ -148,7 +146,7 @@ class ServerProcess:
         with self.listener.changed:
             other = self.shards.get(number)
             self.shards[number] = shard
-        if other is not None:  # a backup that had been made for the heir
+        if other is not None:  # a backup that had been made for the designated primary
             self._end(other)
         return True
 

@@ -35,11 +35,9 @@ class Shard:
         that were made under the same name one after the other."""
         self._blocks: dict[int, dict[str, Any]] = {}
         """By block: its key, the key's spec, its first element and its number of elements."""
-        self.savings: dict[str, Saving] = {}
-        """The latest snapshots, by folder."""
+        self.savings: dict[str, Saving] = {}  # the latest snapshots, by folder
         self._follows = self._is_backup = False
-        self.takes_over_quietly = False
-        """For a backup: its server gives its blocks away, so the takeover is not logged."""
+        self.takes_over_quietly = False  # for a backup: its server gives its blocks away, so the takeover is not logged
 
     def lead(self, is_closing: Callable[[], bool], **partner: Any) -> None:
         """Gives the server a backup on this host with the whole state. Raises `ConnectionError` if it ends before."""
