@@ -113,9 +113,7 @@ def join(
     if role == "both":
         _check_sizes(entry)
     workers = whole("workers", workers, 0, f"a number of workers, 0 to {MOST_WORKERS}", MOST_WORKERS)
-    if store is None:
-        store, rank, size = _surroundings(rank, size)
-    check_is("store", store, Store, "a torch.distributed.Store")
+    store, rank, size = _surroundings(store, rank, size)
     if role == "worker":
         founding.find(entry, store)
         entry.worker = entry.servers - 1 + entry.store.add("later workers", 1)
@@ -168,9 +166,7 @@ def serve(
                 "joins is True: rank, size, memory, backups and servers are those of the founders; leave them out"
             )
         return founding.come(entry, store, functions)
-    if store is None:
-        store, rank, size = _surroundings(rank, size)
-    check_is("store", store, Store, "a torch.distributed.Store")
+    store, rank, size = _surroundings(store, rank, size)
     if listen is None:
         listen = not entry.backups and entry.servers in (0, size)
     given = founding.Given(store, rank, size, functions, memory, listen)
@@ -205,8 +201,12 @@ def _check_sizes(entry: Entry) -> None:
         )
 
 
-def _surroundings(rank: int | None, size: int | None) -> tuple[Any, int, int]:
-    """Returns the launcher's store, rank and size; without a launcher, those of a group of this process alone."""
+def _surroundings(store: Any, rank: int | None, size: int | None) -> tuple[Any, int | None, int | None]:
+    """Returns what is given with a store. Without one, returns the launcher's store, rank and size or, if there is no
+    launcher, those of a group of this process alone."""
+    if store is not None:
+        check_is("store", store, Store, "a torch.distributed.Store")
+        return store, rank, size
     if rank is not None or size is not None:
         raise InvalidArgument(
             f"rank is {shown(rank)} and size {shown(size)} without a store; give store= too, or none of them"
