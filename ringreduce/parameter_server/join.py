@@ -97,18 +97,7 @@ def join(
     `TopologyError` if a server on another host does not accept workers from other hosts. If a founder raises, the
     others raise too, and all can join again with the same store.
     """
-    if not isinstance(role, str) or role not in ("both", "worker", "reader"):
-        raise InvalidArgument(
-            f"role is {shown(role)}; it must be 'both', 'worker' or 'reader', and `serve` is for servers"
-        )
-    if group == READERS:
-        raise InvalidArgument(
-            f"group is {shown(group)}, which is that of all readers; join with role='reader', or choose another name"
-        )
-    if role == "reader" and group != "workers":
-        raise InvalidArgument(f"group is {shown(group)} with role='reader'; readers are in no such group: leave it out")
-    if role == "reader":
-        role, group = "worker", READERS
+    role, group = _role(role, group)
     entry = _entry(name, group, window, block_bytes, backups, functions, timeout)
     if role == "both":
         _check_sizes(entry)
@@ -178,6 +167,21 @@ def serve(
         log.warning("rank %d of %d has ended and others serve what it did; this process takes a share", rank, size)
         return founding.come(_entry(name, "", window, block_bytes, 0, functions, timeout), store, functions)
     return Serving(local, entry.worker, entry.servers, entry.store)
+
+
+def _role(role: Any, group: Any) -> tuple[str, Any]:
+    """Checks two arguments of `join`. A reader is a worker of a group of its own."""
+    if not isinstance(role, str) or role not in ("both", "worker", "reader"):
+        raise InvalidArgument(
+            f"role is {shown(role)}; it must be 'both', 'worker' or 'reader', and `serve` is for servers"
+        )
+    if group == READERS:
+        raise InvalidArgument(
+            f"group is {shown(group)}, which is that of all readers; join with role='reader', or choose another name"
+        )
+    if role == "reader" and group != "workers":
+        raise InvalidArgument(f"group is {shown(group)} with role='reader'; readers are in no such group: leave it out")
+    return ("worker", READERS) if role == "reader" else (role, group)
 
 
 def _entry(name: Any, group: Any, window: Any, block_bytes: Any, backups: Any, functions: Any, timeout: Any) -> Entry:
