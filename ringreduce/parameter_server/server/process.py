@@ -324,8 +324,8 @@ class ServerProcess:
     def _let_in(shard: Shard, worker: int, hello: dict[str, Any], descriptors: list[int]) -> None:
         about: dict[str, Any] = {name: int(hello[name]) for name in ("window_bytes", "servers", "lane")}
         about |= {"id": worker, "group": str(hello["group"]), "name": name_in(hello)}
-        about |= zip(("window", "pidfd", "news"), map(os.dup, descriptors), strict=True)
-        shard.server.join(**about)
+        window, pidfd, news = descriptors
+        shard.server.join(**about, window=os.dup(window), pidfd=os.dup(pidfd), news=os.dup(news))
 
     def _introduce(self, connection: Connection, worker: int, shard: Shard, hello: dict[str, Any]) -> None:
         connection.worker, connection.shard = worker, shard
