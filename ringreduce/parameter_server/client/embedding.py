@@ -6,13 +6,14 @@ import math
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from ringreduce._C import ParameterCall, ParameterClient, ParameterRows
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, RingReduceError
 from ringreduce.parameter_server.arguments import Timeout, check_priority, check_rule, check_weight
 from ringreduce.parameter_server.checks import check_is, shown, whole
@@ -22,9 +23,6 @@ from ringreduce.parameter_server.client.keys import parts_of_table
 from ringreduce.parameter_server.client.pending import Pending
 from ringreduce.parameter_server.modes import Mode, sync
 from ringreduce.parameter_server.updates import UpdateRule, changed_numbers, check_for_rows, with_numbers
-
-if TYPE_CHECKING:
-    from ringreduce._C import ParameterCall, ParameterClient, ParameterRows
 
 MOST_PREFETCHED = 4
 """The most prefetched batches of a table. When there are more, the oldest is dropped."""
