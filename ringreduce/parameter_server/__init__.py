@@ -6,8 +6,7 @@
     kv.push_pull("w", w.grad, out=w).wait()
     kv.leave()
 
-docs/parameter_server.md says when to use it. For synchronous training of dense models on equal machines, all_reduce is
-faster.
+docs/parameter_server.md says when to use it. Synchronous training of dense models is faster with all_reduce.
 """
 
 from ringreduce.parameter_server.client.embedding import Embedding, EmbeddingBag
@@ -20,14 +19,7 @@ from ringreduce.parameter_server.join import join, serve
 from ringreduce.parameter_server.modes import Mode, asynchronous, ssp, sync
 from ringreduce.parameter_server.server.serving import Serving
 from ringreduce.parameter_server.server.updates import Info, Push
-from ringreduce.parameter_server.updates import (
-    UpdateRule,
-    assign,
-    function,
-    optimizer,
-    reduce,
-    rowwise_adagrad,
-)
+from ringreduce.parameter_server.updates import UpdateRule, assign, function, optimizer, reduce, rowwise_adagrad
 
 __all__ = [
     "Attached",

@@ -6,8 +6,7 @@ process (pidfd) and of a socket on which servers tell it about their backups. Th
 bell and its process. Between hosts, control messages use a TCP connection whose ends have proved that they know the
 secret (`network.listener`); each message follows its length, and there are no descriptors.
 
-After that the worker asks, and the server answers. A message has at most MOST bytes. It is parsed as JSON, so it cannot
-contain code.
+After that the worker asks, and the server answers. A message has at most MOST bytes. It is JSON, so it has no code.
 """
 
 from __future__ import annotations
@@ -57,10 +56,7 @@ def send(connection: socket.socket, message: dict[str, Any], descriptors: list[i
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Returns a message and its descriptors. Raises `ConnectionError` at the end, and for data that is no message."""
     if connection.family != socket.AF_UNIX:
-        (length,) = _LENGTH.unpack(exactly(connection, _LENGTH.size))
-        if length > MOST:
-            raise ConnectionError(f"a message is longer than {MOST} bytes")
-        return _parsed(exactly(connection, length)), []
+        return _parsed(exactly(connection, _length(exactly(connection, _LENGTH.size)))), []
     data, descriptors = receive_message(connection, MOST, _MOST_DESCRIPTORS)
     try:
         if not data:
@@ -70,6 +66,13 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
         for descriptor in descriptors:
             os.close(descriptor)
         raise
+
+
+def _length(data: bytes | bytearray) -> int:
+    (length,) = _LENGTH.unpack_from(data)
+    if length > MOST:
+        raise ConnectionError(f"a message is longer than {MOST} bytes")
+    return int(length)
 
 
 def _parsed(data: bytes) -> dict[str, Any]:
@@ -96,10 +99,7 @@ class Arriving:
         self._data += some
         messages = []
         while len(self._data) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._data)
-            if length > MOST:
-                raise ConnectionError(f"a message is longer than {MOST} bytes")
-            end = _LENGTH.size + length
+            end = _LENGTH.size + _length(self._data)
             if len(self._data) < end:
                 break
             messages.append(_parsed(bytes(self._data[_LENGTH.size : end])))

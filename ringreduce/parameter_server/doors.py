@@ -10,7 +10,7 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,14 +62,6 @@ def connect(
         os.close(pidfd)
 
 
-def connect_again(address: bytes, secret: bytes, hello: dict[str, Any], timeout: float) -> socket.socket:
-    """Connects a worker to a server that knows it, as it was the backup of the worker's server. Raises as `connect`."""
-    connection, _, descriptors = enter(address, secret, hello | {"again": True}, [], timeout)
-    for descriptor in descriptors:
-        os.close(descriptor)
-    return connection
-
-
 def enter(
     address: bytes, secret: bytes, hello: dict[str, Any], given: list[int], timeout: float
 ) -> tuple[socket.socket, dict[str, Any], list[int]]:
@@ -95,10 +87,8 @@ def enter(
 class Reached:
     """Connections to a door on another host."""
 
-    control: socket.socket
-    """For control messages."""
-    others: list[tuple[int, str]]
-    """For data: descriptor and path of each."""
+    control: socket.socket  # for control messages
+    others: list[tuple[int, str]]  # for data: descriptor and path of each
 
     def take(self) -> Iterator[tuple[int, str]]:
         """Yields the connections for data, which the caller then owns."""
@@ -109,11 +99,6 @@ class Reached:
         self.control.close()
         for descriptor, _ in self.take():
             os.close(descriptor)
-
-
-def make_door(options: Options, ports: Sequence[int]) -> Door:
-    wanted = Filter.parse(options.socket_ifname or "")
-    return Door(wanted.choose(local_interfaces()), named=wanted.names_some, ports=ports)
 
 
 def reach(
@@ -145,7 +130,8 @@ def reach(
             reached[process] = Reached(socket.socket(fileno=descriptor), [])
             undo.callback(reached[process].close)
 
-    door = make_door(options, ())
+    wanted = Filter.parse(options.socket_ifname or "")
+    door = Door(wanted.choose(local_interfaces()), named=wanted.names_some, ports=())
     connections = 1 + (options.connections or 1)
     try:
         door.open(number, GROUP, secret, peers, deliver, connections, options.dead_after or 0)
@@ -155,29 +141,21 @@ def reach(
     return reached
 
 
-def listens(address: bytes) -> bool:
-    """Whether a process of this host has its door at a Unix address."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection, contextlib.suppress(OSError):
-        connection.connect(address)
-        return True
-    return False
-
-
 def lives(its: dict[str, Any], here: str) -> bool:
     """Whether the process that has told the store `its` is there, as far as a process of the host `here` can see."""
-    return listens(bytes.fromhex(its["address"])) if its["machine"] == here else answers(its["door"])
-
-
-def answers(addresses: list[list[Any]]) -> bool:
-    """Whether a process listens at one of the addresses of a door. Also True if this cannot be determined."""
-    for each in addresses:
+    if its["machine"] == here:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection, contextlib.suppress(OSError):
+            connection.connect(bytes.fromhex(its["address"]))
+            return True
+        return False
+    for each in its["door"]:
         address = Address(*each)
         try:
             socket.create_connection((str(address.ip.ip), address.port), timeout=1.0).close()
             return True
         except (ConnectionError, TimeoutError):
             continue
-        except OSError:
+        except OSError:  # this cannot be determined
             return True
     return False
 

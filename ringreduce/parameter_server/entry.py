@@ -37,8 +37,7 @@ class Founder(NamedTuple):
     """A founder that has come."""
 
     who: Who
-    at: float
-    """When it came, in seconds of `time.time()`."""
+    at: float  # when it came, in seconds of `time.time()`
 
     @property
     def is_earlier(self) -> bool:
@@ -57,26 +56,21 @@ class Entry:
     deadline: float
     timeout: float
     options: Options
-    store: Any = None
-    """The store, under a prefix of this incarnation of the parameter server."""
-    making: int = 0
-    """The number of this incarnation; the same store can be used for several, one after the other."""
-    worker: int = -1
-    """The number of this worker; for a founder, that of its process."""
+    store: Any = None  # the store, under a prefix of this incarnation of the parameter server
+    attempt: int = 0  # the number of this incarnation; the same store can be used for several, one after the other
+    worker: int = -1  # the number of this worker; for a founder, that of its process
     founders: int = 0
     servers: int = 0
     backups: int = 0
-    has_far_backups: bool = False
-    """Whether backups are reached by TCP."""
+    has_far_backups: bool = False  # whether backups are reached by TCP
     secret: bytes = b""
     _came: dict[int, Founder] = field(default_factory=dict)
     """The founders that have come, as far as this one has looked."""
-    _look_again: float = 0.0
-    """When to look again whether founders have ended."""
+    _look_again: float = 0.0  # when to look again whether founders have ended
 
     def anew(self) -> Entry:
         """Returns what is known before an incarnation is chosen."""
-        return replace(self, store=None, making=0, secret=b"", has_far_backups=False, _came={}, _look_again=0.0)
+        return replace(self, store=None, attempt=0, secret=b"", has_far_backups=False, _came={}, _look_again=0.0)
 
     @property
     def machine(self) -> str:
@@ -128,8 +122,7 @@ class Entry:
 
     def check_founding(self) -> None:
         """Raises the error with which a founder has given up this incarnation, or `PeerLost` if one has ended before
-        all have entered; `Stale` if that was one of earlier processes. A process sees the end of processes of its own
-        machine."""
+        all have entered; `Stale` if that was an earlier process. A process sees the ends of those on its machine."""
         self.raise_if_given_up()
         if time.monotonic() < self._look_again or self.is_over():
             return
@@ -153,8 +146,7 @@ class Entry:
         return bool(kind == CollectiveTimeout.__name__ or culprit < 0 or process_began() > when)
 
     def raise_if_given_up(self) -> None:
-        """Raises the error with which a founder has given up this incarnation; `Stale` if it was for earlier
-        processes."""
+        """Raises the error with which a founder has given up this incarnation, or `Stale` (for earlier processes)."""
         if self.is_over() and not (founded := self.store.get("founded").decode()).isdigit():
             kind, text, culprit, _ = json.loads(founded)
             if kind == PeerLost.__name__ and culprit < 0:

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import atexit
 import os
-from typing import Protocol
+from typing import Any
 
-
-class Closable(Protocol):
-    def close(self) -> None:
-        """Ends it and its threads, and removes it from `open_until_exit`. Idempotent."""
-
-    def close_in_child(self) -> None:
-        """Closes what a forked child has inherited. It has joined nothing, and others must notice the end of the
-        parent."""
-
-
-open_until_exit: dict[Closable, None] = {}
-"""In the order in which they were made. Kept here even if the program has dropped them."""
+open_until_exit: dict[Any, None] = {}
+"""In the order in which they were made, even if the program has dropped them. `close` removes them from here."""
 
 
 def _close_in_child() -> None:
+    """A forked child has joined nothing, and others must notice the end of the parent."""
     for one in open_until_exit:
         one.close_in_child()
     open_until_exit.clear()

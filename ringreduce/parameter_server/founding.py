@@ -17,13 +17,13 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from ringreduce.coordination.endpoint import Location, door_at
 from ringreduce.coordination.store import get
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, TopologyError
 from ringreduce.network.secret import group_secret
-from ringreduce.network.sockets import parse_ports
 from ringreduce.parameter_server.arguments import MOST_SERVERS, count_of_bytes
 from ringreduce.parameter_server.checks import WHOLE, check_bool, check_is, shown
-from ringreduce.parameter_server.doors import called, lives, make_door
+from ringreduce.parameter_server.doors import called, lives
 from ringreduce.parameter_server.entry import STORE_GONE, Entry, Stale
 from ringreduce.parameter_server.placement import backup_of
 from ringreduce.parameter_server.server.manager import ReplicaManager
@@ -95,8 +95,8 @@ def come(entry: Entry, store: Any, functions: dict[str, Function] | None) -> Ser
 
 def find(entry: Entry, store: Any) -> None:
     """Fills in the entry from what the founders have told the store. Waits for it."""
-    making = get(store, f"{_PREFIX}/{entry.name}/latest", "the founders of the parameter server", entry.deadline)
-    entry.store = PrefixStore(f"{_PREFIX}/{entry.name}/{making}", store)
+    attempt = get(store, f"{_PREFIX}/{entry.name}/latest", "the founders of the parameter server", entry.deadline)
+    entry.store = PrefixStore(f"{_PREFIX}/{entry.name}/{attempt}", store)
     entry.servers = int(get(entry.store, "founded", "the founders of the parameter server", entry.deadline))
     entry.founders, entry.backups = int(entry.store.get("size")), int(entry.store.get("backups"))
     entry.has_far_backups = bool(int(entry.store.get("far backups")))
@@ -163,16 +163,16 @@ def _begin(entry: Entry, store: Any) -> None:
     this one has been there, or an earlier process of its rank, all go on with the next one. Raises `Served` if there is
     one whose servers live and that this process has not founded."""
     key = f"{_PREFIX}/{entry.name}/making"
-    entry.making = int(once(store, key, "1"))
+    entry.attempt = int(once(store, key, "1"))
     while True:
-        entry.store = PrefixStore(f"{_PREFIX}/{entry.name}/{entry.making}", store)
+        entry.store = PrefixStore(f"{_PREFIX}/{entry.name}/{entry.attempt}", store)
         if entry.is_over() and entry.store.get("founded").isdigit():
             _check_has_ended(entry)
         elif entry.claim() and not (entry.is_over() and entry.is_for_earlier_ones()):
             return
         twice = f"a second process has come as rank {entry.worker}; join again, and give each process its own rank"
         entry.give_up(PeerLost(twice))
-        entry.making = int(store.compare_set(key, str(entry.making), str(entry.making + 1)))
+        entry.attempt = int(store.compare_set(key, str(entry.attempt), str(entry.attempt + 1)))
 
 
 def _check_has_ended(entry: Entry) -> None:
@@ -215,11 +215,12 @@ def _publish(entry: Entry, local: ServerProcess, listens: bool) -> None:
     me: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "machine": entry.machine}
     me |= {"address": local.listener.address.hex(), "window": entry.window, "door": []}
     if listens:
-        door = make_door(entry.options, parse_ports(entry.options.ports or ""))
+        options = entry.options
+        door = door_at(Location(interfaces=options.socket_ifname or "", ports=options.ports or ""))
         if entry.has_far_backups:
             views = Views(entry.store)
             local.replication = Replication(entry.worker, views, functools.partial(entry.dial, views))
-        local.listen(door, entry.worker, entry.window, entry.options.dead_after or 0)
+        local.listen(door, entry.worker, entry.window, options.dead_after or 0)
         me["door"] = door.addresses
     entry.store.set(f"server/{entry.worker}", json.dumps(me))
 
@@ -276,4 +277,4 @@ def _have_backups(entry: Entry, local: ServerProcess) -> None:
 def _wait_for_founders(entry: Entry, store: Any) -> None:
     entry.wait_until_founded()
     if entry.worker == 0:
-        store.set(f"{_PREFIX}/{entry.name}/latest", str(entry.making))
+        store.set(f"{_PREFIX}/{entry.name}/latest", str(entry.attempt))

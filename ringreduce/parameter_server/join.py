@@ -21,20 +21,21 @@ from torch.distributed.rendezvous import rendezvous
 from ringreduce import _C
 from ringreduce.config import resolve
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost
-from ringreduce.parameter_server import founding
+from ringreduce.parameter_server import doors, founding
 from ringreduce.parameter_server.arguments import MOST_SERVERS, MOST_WORKERS, count_of_bytes, seconds
 from ringreduce.parameter_server.checks import check_bool, check_is, check_text, shown, whole
+from ringreduce.parameter_server.client.calls import Calls
 from ringreduce.parameter_server.client.failover import FailoverConnector
 from ringreduce.parameter_server.client.key_value import KeyValue
 from ringreduce.parameter_server.client.membership import Membership
 from ringreduce.parameter_server.client.questions import Joined, Questions
-from ringreduce.parameter_server.doors import Reached, Refused, ask, called, connect, connect_again, reach
+from ringreduce.parameter_server.doors import Reached, Refused, ask, called, connect, reach
 from ringreduce.parameter_server.entry import Entry
 from ringreduce.parameter_server.modes import READERS
 from ringreduce.parameter_server.placement import BLOCK_BYTES, UNIT
 from ringreduce.parameter_server.server.process import ServerProcess
 from ringreduce.parameter_server.server.serving import Serving
-from ringreduce.parameter_server.store import Views, new_dialer, place_of
+from ringreduce.parameter_server.store import Views, new_dialer, process_of
 from ringreduce.parameter_server.updates import Function, check_functions
 from ringreduce.parameter_server.views import Replica, View
 
@@ -96,25 +97,12 @@ def join(
     `TopologyError` if a server on another host does not accept workers from other hosts. If a founder raises, the
     others raise too, and all can join again with the same store.
     """
-    if not isinstance(role, str) or role not in ("both", "worker", "reader"):
-        raise InvalidArgument(
-            f"role is {shown(role)}; it must be 'both', 'worker' or 'reader', and `serve` is for servers"
-        )
-    if group == READERS:
-        raise InvalidArgument(
-            f"group is {shown(group)}, which is that of all readers; join with role='reader', or choose another name"
-        )
-    if role == "reader" and group != "workers":
-        raise InvalidArgument(f"group is {shown(group)} with role='reader'; readers are in no such group: leave it out")
-    if role == "reader":
-        role, group = "worker", READERS
+    role, group = _role(role, group)
     entry = _entry(name, group, window, block_bytes, backups, functions, timeout)
     if role == "both":
         _check_sizes(entry)
     workers = whole("workers", workers, 0, f"a number of workers, 0 to {MOST_WORKERS}", MOST_WORKERS)
-    if store is None:
-        store, rank, size = _surroundings(rank, size)
-    check_is("store", store, Store, "a torch.distributed.Store")
+    store, rank, size = _surroundings(store, rank, size)
     if role == "worker":
         founding.find(entry, store)
         entry.worker = entry.servers - 1 + entry.store.add("later workers", 1)
@@ -167,9 +155,7 @@ def serve(
                 "joins is True: rank, size, memory, backups and servers are those of the founders; leave them out"
             )
         return founding.come(entry, store, functions)
-    if store is None:
-        store, rank, size = _surroundings(rank, size)
-    check_is("store", store, Store, "a torch.distributed.Store")
+    store, rank, size = _surroundings(store, rank, size)
     if listen is None:
         listen = not entry.backups and entry.servers in (0, size)
     given = founding.Given(store, rank, size, functions, memory, listen)
@@ -181,6 +167,21 @@ def serve(
         log.warning("rank %d of %d has ended and others serve what it did; this process takes a share", rank, size)
         return founding.come(_entry(name, "", window, block_bytes, 0, functions, timeout), store, functions)
     return Serving(local, entry.worker, entry.servers, entry.store)
+
+
+def _role(role: Any, group: Any) -> tuple[str, Any]:
+    """Checks two arguments of `join`. A reader is a worker of a group of its own."""
+    if not isinstance(role, str) or role not in ("both", "worker", "reader"):
+        raise InvalidArgument(
+            f"role is {shown(role)}; it must be 'both', 'worker' or 'reader', and `serve` is for servers"
+        )
+    if group == READERS:
+        raise InvalidArgument(
+            f"group is {shown(group)}, which is that of all readers; join with role='reader', or choose another name"
+        )
+    if role == "reader" and group != "workers":
+        raise InvalidArgument(f"group is {shown(group)} with role='reader'; readers are in no such group: leave it out")
+    return ("worker", READERS) if role == "reader" else (role, group)
 
 
 def _entry(name: Any, group: Any, window: Any, block_bytes: Any, backups: Any, functions: Any, timeout: Any) -> Entry:
@@ -204,8 +205,12 @@ def _check_sizes(entry: Entry) -> None:
         )
 
 
-def _surroundings(rank: int | None, size: int | None) -> tuple[Any, int, int]:
-    """Returns the launcher's store, rank and size; without a launcher, those of a group of this process alone."""
+def _surroundings(store: Any, rank: int | None, size: int | None) -> tuple[Any, int | None, int | None]:
+    """Returns what is given with a store. Without one, returns the launcher's store, rank and size or, if there is no
+    launcher, those of a group of this process alone."""
+    if store is not None:
+        check_is("store", store, Store, "a torch.distributed.Store")
+        return store, rank, size
     if rank is not None or size is not None:
         raise InvalidArgument(
             f"rank is {shown(rank)} and size {shown(size)} without a store; give store= too, or none of them"
@@ -233,19 +238,26 @@ def _wait_for_workers(kv: KeyValue, entry: Entry, workers: int) -> KeyValue:
 
 def enter(entry: Entry, local: ServerProcess | None) -> KeyValue:
     """Connects a worker to every server. `local` has the servers of its process, if there are any."""
-    client = _C.ParameterClient(entry.worker, entry.servers, _window(entry))
+    processes = [entry.process(process) for process in range(entry.founders)]
+    far = {its["number"]: its for its in processes if entry.has_far_backups or its["machine"] != entry.machine}
+    # No larger than any server accepts that may be reached by TCP, and as the client has it.
+    entry.window = min([entry.window, *(int(its["window"]) for its in far.values())]) // 64 * 64
+    client = _C.ParameterClient(entry.worker, entry.servers, entry.window)
     if local is not None:
         client.host(local.server)
     views = Views(entry.store) if entry.has_far_backups else None
     joined: list[Joined] = []
     with contextlib.ExitStack() as undo:
-        reached = {} if views is not None else _reach_all(entry, undo)
+        reached: dict[int, Reached] = {}
+        if far and views is None:
+            number, look = new_dialer(entry.store), entry.check_founding
+            reached = reach(entry.options, entry.secret, far, number, entry.deadline, undo, look)
         for server in range(entry.servers):
-            place = place_of(entry.store, server, entry.founders)
-            name = called(server, entry.process(place))
+            process = process_of(entry.store, server, entry.founders)
+            name = called(server, entry.process(process))
             try:
-                if place in reached:
-                    joined.append(_enter_far(entry, client, server, Replica(place, 0), reached[place]))
+                if process in reached:
+                    joined.append(_enter_far(entry, client, server, Replica(process, 0), reached[process]))
                 else:
                     joined.append(_enter(entry, views, client, server))
             except TimeoutError:
@@ -257,41 +269,24 @@ def enter(entry: Entry, local: ServerProcess | None) -> KeyValue:
         undo.pop_all()
 
     def reach_near(server: int, address: str, timeout: float) -> socket.socket:
-        return connect_again(bytes.fromhex(address), entry.secret, entry.hello() | {"of": server}, timeout)
+        hello = entry.hello() | {"of": server, "again": True}  # the server knows this worker, as it was its backup
+        return doors.enter(bytes.fromhex(address), entry.secret, hello, [], timeout)[0]
 
     loads = [0] * entry.servers
     membership = Membership(
         entry.store, entry.worker, entry.group, client, local, entry.block_bytes, entry.window, loads
     )
     questions = Questions(entry.worker, client, joined, reach_near, failover)
-    return KeyValue(membership, questions, entry.timeout)
-
-
-def _window(entry: Entry) -> int:
-    """Returns the bytes of the worker's window: no more than any server accepts that may be reached by TCP."""
-    places = [entry.process(process) for process in range(entry.founders)]
-    far = [its for its in places if entry.has_far_backups or its["machine"] != entry.machine]
-    entry.window = min([entry.window, *(int(its["window"]) for its in far)]) // 64 * 64  # as the client has it
-    return entry.window
-
-
-def _reach_all(entry: Entry, undo: contextlib.ExitStack) -> dict[int, Reached]:
-    """Connections to all processes on other hosts."""
-    places = [entry.process(process) for process in range(entry.founders)]
-    far = {its["number"]: its for its in places if its["machine"] != entry.machine}
-    if not far:
-        return {}
-    number, look = new_dialer(entry.store), entry.check_founding
-    return reach(entry.options, entry.secret, far, number, entry.deadline, undo, look)
+    return KeyValue(Calls(membership, questions, entry.timeout))
 
 
 def _enter(entry: Entry, views: Views | None, client: Any, server: int) -> Joined:
     """Joins whoever serves the blocks of a server, on this host or, if there are views, by TCP. Waits for another
     process if that one has ended, or does not serve them any more."""
-    until, began = time.monotonic() + _TAKING_OVER, place_of(entry.store, server, entry.founders)
+    until, began = time.monotonic() + _TAKING_OVER, process_of(entry.store, server, entry.founders)
     while True:
         view = None if views is None else views.of(server)
-        one = Replica(place_of(entry.store, server, entry.founders), 0) if view is None else view.server
+        one = Replica(process_of(entry.store, server, entry.founders), 0) if view is None else view.server
         its = entry.process(one.process)
         moves = bool(entry.backups or entry.servers > entry.founders or one.process != began)
         try:

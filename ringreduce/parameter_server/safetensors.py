@@ -135,8 +135,7 @@ class Reader:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise InvalidArgument(f"{path} is no file of safetensors: {type(error).__name__} in its header") from None
         self._data, self.path = whole[begin:], path
-        self.digest = hashlib.sha256(whole[:begin].tobytes()).hexdigest()
-        """The SHA-256 of the header."""
+        self.digest = hashlib.sha256(whole[:begin].tobytes()).hexdigest()  # the SHA-256 of the header
 
     def check(self) -> None:
         """Reads all tensors. Raises `InvalidArgument` if their checksum is wrong."""

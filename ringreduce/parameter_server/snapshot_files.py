@@ -76,11 +76,8 @@ def _blocks_of(reader: Reader) -> Iterator[dict[str, Any]]:
         for block in json.loads(reader.metadata["blocks"]):
             key, spec = str(block["key"]), specs[block["key"]]
             numbers = {name: int(block[name]) for name in ("begin", "count", "steps", "rows", "states")}
-            known: dict[str, Any] = {
-                "dtype": str(spec["dtype"]),
-                "mode": dict(spec["mode"]),
-                "update": dict(spec["update"]),
-            }
+            known: dict[str, Any] = {name: dict(spec[name]) for name in ("mode", "update")}
+            known["dtype"] = str(spec["dtype"])
             if known["dtype"] not in NAMES or min(numbers.values()) < 0:
                 raise ValueError(f"block {block} of {known['dtype']}")
             if "table" in spec:

@@ -33,7 +33,7 @@ def new_dialer(store: Any) -> int:
     return DIALERS + int(store.add("visits", 1))
 
 
-def place_of(store: Any, server: int, founders: int) -> int:
+def process_of(store: Any, server: int, founders: int) -> int:
     """Returns the process that serves `server`, as far as the store knows."""
     key = f"place of server/{server}"
     return int(store.get(key)) if store.check([key]) else server % founders
@@ -88,9 +88,9 @@ class Directory:
                     self._known[number] = json.loads(self._store.get(f"server/{number}"))
         return dict(self._known)
 
-    def place_of(self, server: int) -> int:
+    def process_of(self, server: int) -> int:
         view = None if self._views is None else self._views.of(server)
-        return place_of(self._store, server, self._founders) if view is None else view.server.process
+        return process_of(self._store, server, self._founders) if view is None else view.server.process
 
     def put(self, server: int, process: int) -> None:
         """Records that `process` serves `server`. Returns when the store has it, so no later record is overwritten."""

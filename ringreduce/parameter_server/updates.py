@@ -104,8 +104,7 @@ def optimizer(kind: type[torch.optim.Optimizer], **arguments: Any) -> UpdateRule
 
     On x86-64, SGD, Adam, AdamW, Adagrad and RMSprop of float32 and float64 values run in C++, and give the bits of
     torch's default path on CPUs. Other optimizers and dtypes run in torch, in the server's process. Raises
-    `InvalidArgument` for an optimizer that needs more than one block at a time, and for arguments that it does not
-    take.
+    `InvalidArgument` for an optimizer that needs more than one block at a time, and for wrong arguments.
     """
     name = getattr(kind, "__name__", shown(kind))
     if name in UNSUITABLE and getattr(torch.optim, name, None) is kind:

@@ -20,11 +20,9 @@ class Replica(NamedTuple):
 
 @dataclass(frozen=True)
 class View:
-    number: int
-    """Greater than those of the views before it."""
+    number: int  # greater than those of the views before it
     server: Replica
-    backup: Replica | None = None
-    """That goes on if the server cannot be reached."""
+    backup: Replica | None = None  # that goes on if the server cannot be reached
 
     def alone(self, one: Replica) -> View:
         """The next view, in which one of them goes on without the other."""
@@ -57,8 +55,7 @@ class Standing:
     view: View
     """The latest that it has seen or made. The store may have a later one only if this one names two replicas, or a
     backup that the server has not put there yet."""
-    offered: int = 0
-    """The number of the latest backup that it has asked a process for."""
+    offered: int = 0  # the number of the latest backup that it has asked a process for
 
     @property
     def leads(self) -> bool:

@@ -154,9 +154,7 @@ def test_nobody_waits_for_a_reader_to_leave() -> None:
 def test_a_key_without_a_value_is_waited_for_until_the_timeout() -> None:
     with ps.join(**SMALL) as kv:
         of_it = {"mode": ps.sync().as_json(), "update": ps.assign().as_json(), "wire": ["float32"] * 2}
-        kv.calls.place(
-            "weight", {"dtype": "float32", "shape": [3, 3], **of_it}, torch.zeros(3, 3), kv.calls.deadline(None)
-        )
+        kv.calls.place("weight", {"dtype": "float32", "shape": [3, 3], **of_it}, kv.calls.deadline(None))
         kv.timeout = 0.3
         with pytest.raises(CollectiveTimeout, match="a key has no value yet"):
             kv.follow(nn.Linear(3, 3, bias=False))

@@ -280,7 +280,7 @@ def test_a_key_that_is_being_made_is_left_out(tmp_path: Path) -> None:
         value = torch.ones(COUNT * 20)
         spec = {"dtype": "float32", "shape": [COUNT * 20], "mode": ps.sync().as_json(), "update": ps.assign().as_json()}
         spec["wire"] = ["float32", "float32"]
-        kv.calls.place("w", spec, value, time.monotonic() + 10)
+        kv.calls.place("w", spec, time.monotonic() + 10)
         first = _C.ParameterParts(kv.calls.keys["w"].parts[:1])
         call = kv.calls.client.send("initialise", first, value.data_ptr(), timeout=10.0)
         kv.calls.finish("w", call, time.monotonic() + 10)

@@ -38,8 +38,12 @@ def test_no_import_goes_up() -> None:
         ("topology/live.py", "def late() -> None:\n    from ringreduce import tuning\n"),
         ("tuning/record.py", "import ringreduce.gpu.kernels\n"),
         ("new.py", ""),
+        (
+            "parameter_server/control.py",
+            "if TYPE_CHECKING:\n    from ringreduce.parameter_server.client.keys import Key\n",
+        ),
     ],
-    ids=["up", "up, within a function", "beside", "a module without a floor"],
+    ids=["up", "up, within a function", "beside", "a module without a floor", "a circle inside, for types only"],
 )
 def test_one_that_did_would_be_noticed(tmp_path: Path, module: str, text: str) -> None:
     shutil.copy(ROOT / "pyproject.toml", tmp_path)

@@ -43,8 +43,7 @@ class Calls:
 
     def __init__(self, membership: Membership, questions: Questions, timeout: float) -> None:
         self.membership, self.client, self.questions = membership, membership.client, questions
-        self.timeout = timeout
-        """For calls that are given none, in seconds."""
+        self.timeout = timeout  # for calls that are given none, in seconds
         self.servers = len(membership.loads)
         self.has_left = False
         self.keys: dict[str, Key] = {}
@@ -179,7 +178,7 @@ class Calls:
             sources[name] = spec, source
         calls, renumbered = {}, []
         for name, (spec, source) in sources.items():
-            if self.place(name, spec, source, deadline):
+            if self.place(name, spec, deadline):
                 renumbered.append(name)
             parts = self.keys[name].everywhere
             calls[name] = self.client.send("initialise", parts, source.data_ptr(), timeout=deadline - time.monotonic())
@@ -187,12 +186,14 @@ class Calls:
             self.finish(name, call, deadline)
         self.change({name: self.keys[name].everywhere for name in renumbered}, numbers_of(update.as_json()), deadline)
 
-    def place(self, key: str, spec: dict[str, Any], source: torch.Tensor, deadline: float) -> bool:
+    def place(self, key: str, spec: dict[str, Any], deadline: float, **more: Any) -> bool:
         """Makes the blocks of a key. Returns whether the numbers of its rule are still to be sent (see `agree`)."""
-        per_block = elements_per_block(source.element_size(), self.membership.block_bytes)
-        sizes = [count * source.element_size() for _, count in cut(source.numel(), per_block)]
-        wanted = spec | {"per_block": per_block, "servers": place(sizes, self.membership.loads)}
-        placed, renumbers = self.agree(key, spec, wanted)
+        size = getattr(torch, spec["dtype"]).itemsize
+        per_block = more.setdefault("per_block", elements_per_block(size, self.membership.block_bytes))
+        sizes = [count * size for _, count in cut(math.prod(spec["shape"]), per_block)]
+        placed, renumbers = self.agree(key, spec, spec | more | {"servers": place(sizes, self.membership.loads)})
+        if more.get("restored") and placed["per_block"] != per_block:
+            raise InvalidArgument(f"{key!r} has been cut otherwise already: restore() before init()")
         self.create(key, placed, deadline)
         return renumbers
 

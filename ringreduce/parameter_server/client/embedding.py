@@ -6,13 +6,14 @@ import math
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from ringreduce._C import ParameterCall, ParameterClient, ParameterRows
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, RingReduceError
 from ringreduce.parameter_server.arguments import Timeout, check_priority, check_rule, check_weight
 from ringreduce.parameter_server.checks import check_is, shown, whole
@@ -22,9 +23,6 @@ from ringreduce.parameter_server.client.keys import parts_of_table
 from ringreduce.parameter_server.client.pending import Pending
 from ringreduce.parameter_server.modes import Mode, sync
 from ringreduce.parameter_server.updates import UpdateRule, changed_numbers, check_for_rows, with_numbers
-
-if TYPE_CHECKING:
-    from ringreduce._C import ParameterCall, ParameterClient, ParameterRows
 
 MOST_PREFETCHED = 4
 """The most prefetched batches of a table. When there are more, the oldest is dropped."""
@@ -37,13 +35,11 @@ class _Batch:
     """A pull of rows. If its rows are not taken, they are dropped together with this object."""
 
     client: ParameterClient
-    name: str
-    """The name of the table."""
+    name: str  # the name of the table
     ids: torch.Tensor
     rows: ParameterRows
     call: ParameterCall
-    bytes: int
-    """The bytes that it takes in the window."""
+    bytes: int  # the bytes that it takes in the window
 
     def __del__(self) -> None:
         self.client.cancel(self.call)
@@ -135,13 +131,7 @@ class Embedding(nn.Module):
         return values
 
     def push(
-        self,
-        ids: Any,
-        gradients: Any,
-        *,
-        weight: float = 1.0,
-        priority: int = 0,
-        timeout: Timeout = None,
+        self, ids: Any, gradients: Any, *, weight: float = 1.0, priority: int = 0, timeout: Timeout = None
     ) -> Pending:
         """Pushes a row of `gradients` for each id, like `KeyValue.push`. Rows of equal ids are added in order.
 
@@ -159,34 +149,26 @@ class Embedding(nn.Module):
             )
         check_weight(weight)
         check_priority(priority)
-        rows = self._table.rows(wanted.data_ptr(), wanted.numel())
-        return self._push(
-            rows,
-            source.resolve_neg().contiguous(),
-            deadline,
-            distinct=False,
-            weight=float(weight),
-            priority=int(priority),
-        )
+        rows, values = self._table.rows(wanted.data_ptr(), wanted.numel()), source.resolve_neg().contiguous()
+        return self._push(rows, values, deadline, distinct=False, weight=float(weight), priority=int(priority))
 
     def prefetch(self, ids: Any) -> None:
-        """Requests the rows for a later `pull` or forward pass with the same `ids`. Returns at once, unless pushes fill
-        the window.
+        """Requests the rows for a later `pull` or forward pass with the same `ids`. Waits only for room in the window.
 
         The rows contain what was pushed before this call, but nothing that is pushed later, so call it after
         `backward`. They stay in this worker's window until they are used. The oldest batches are dropped when a table
         has more than 4, or when those of all tables, with the next request, would take more than half of the window.
         """
         deadline = self._calls.deadline(None)
-        waiting, mine = self._prefetched, self._places()
-        for place in reversed(mine[: max(0, len(mine) + 1 - MOST_PREFETCHED)]):
-            del waiting[place]  # frees its room in the window before more is requested
+        waiting, mine = self._prefetched, self._positions()
+        for position in reversed(mine[: max(0, len(mine) + 1 - MOST_PREFETCHED)]):
+            del waiting[position]  # frees its room in the window before more is requested
         batch = self._ask(_ids(ids).clone(), deadline)
         waiting.append(batch)
 
-    def _places(self) -> list[int]:
+    def _positions(self) -> list[int]:
         """Returns the positions of this table's batches in the list of prefetched ones, oldest first."""
-        return [place for place, batch in enumerate(self._prefetched) if batch.name == self.name]
+        return [position for position, batch in enumerate(self._prefetched) if batch.name == self.name]
 
     def _make_room(self, rows: ParameterRows) -> int:
         """Drops the oldest prefetched batches until all fit half of the window; returns the bytes of this request."""
@@ -210,9 +192,9 @@ class Embedding(nn.Module):
     def _batch(self, ids: torch.Tensor, deadline: float) -> _Batch:
         """Returns the pull of `ids` that `prefetch` has begun, or begins one."""
         waiting = self._prefetched
-        for place in self._places():
-            if waiting[place].ids.shape == ids.shape and torch.equal(waiting[place].ids, ids):
-                return waiting.pop(place)
+        for position in self._positions():
+            if waiting[position].ids.shape == ids.shape and torch.equal(waiting[position].ids, ids):
+                return waiting.pop(position)
         return self._ask(ids, deadline)
 
     def _take(self, batch: _Batch, out: torch.Tensor, deadline: float, *, distinct: bool) -> None:
@@ -233,8 +215,7 @@ class Embedding(nn.Module):
         """Waits until the servers have applied everything that `backward` has pushed.
 
         Returns the number of pushes that came late and were dropped, which only happens if the mode has a quorum. If a
-        push went wrong, raises its error; further errors are raised by further calls. `timeout` is in seconds for each
-        push.
+        push went wrong, raises its error; further calls raise further errors. `timeout` is in seconds for each push.
         """
         while self._pushed:
             pushed = self._pushed.pop(0)
@@ -298,8 +279,7 @@ class EmbeddingBag(Embedding):
     ) -> torch.Tensor:
         """Returns a row for each bag, like `torch.nn.EmbeddingBag`.
 
-        Either `offsets` has the position in `ids` where each bag begins, or `ids` is 2-dimensional, with a row for each
-        bag.
+        Either `offsets` has the position in `ids` where each bag begins, or `ids` is 2-dimensional: a row for each bag.
         """
         positions, values = self._values(ids)
         try:

@@ -33,8 +33,7 @@ class FailoverConnector:
     def __init__(self, entry: Entry, views: Views, client: Any, replicas: list[int]) -> None:
         """`replicas` has, for each server, the number of the replica that `client` is attached to."""
         self._entry, self._views, self._client = entry, views, client
-        self._met = set(enumerate(replicas))
-        """(server, replica) of those that the worker has been connected to."""
+        self._met = set(enumerate(replicas))  # (server, replica) of those that the worker has been connected to
         self._lock = threading.Lock()
         self._controls: dict[tuple[int, int], tuple[socket.socket, str]] = {}
         """By server and replica: connection for control messages and name of those that have not been asked yet."""

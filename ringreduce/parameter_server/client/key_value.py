@@ -18,11 +18,8 @@ from ringreduce.parameter_server.checks import check_bool, shown
 from ringreduce.parameter_server.client import pending, restoring
 from ringreduce.parameter_server.client.calls import Calls
 from ringreduce.parameter_server.client.keys import Array
-from ringreduce.parameter_server.client.membership import Membership
 from ringreduce.parameter_server.client.pending import Pending, Pulls
-from ringreduce.parameter_server.client.questions import Questions
 from ringreduce.parameter_server.client.readers import Follower
-from ringreduce.parameter_server.client.restoring import Snapshot
 from ringreduce.parameter_server.modes import Mode, sync
 from ringreduce.parameter_server.updates import UpdateRule, assign, changed_numbers
 
@@ -33,12 +30,11 @@ class KeyValue:
     A call that takes a key and a tensor also takes a dictionary of tensors by key. Tensors are dense CPU tensors or
     NumPy arrays. Calls that may wait take `timeout`, in seconds or as a timedelta (default: that of `join`). After it
     they raise `CollectiveTimeout`, which names the worker or server that is waited for. After `ServerLost`, the blocks
-    of that server are gone, and those of others can still be read. When a server with a backup ends, calls go on at the
-    backup.
+    of that server are gone, and those of others can still be read. Calls go on at the backup of a server that has one.
     """
 
-    def __init__(self, membership: Membership, questions: Questions, timeout: float) -> None:
-        self.calls = Calls(membership, questions, timeout)
+    def __init__(self, calls: Calls) -> None:
+        self.calls = calls
         """For the other modules of this package."""
 
     @property
@@ -119,8 +115,7 @@ class KeyValue:
         priority: int = 0,
         timeout: Timeout = None,
     ) -> Pending:
-        """Sends a contribution to the key's servers. Returns when it is on its way; if the window is full, waits for
-        room first.
+        """Sends a contribution to the key's servers. Returns when it is on its way; may wait for room in the window.
 
         `wait()` of the result returns when the push is in the value. The caller may change the tensor at once, except
         one made by `empty`, which must not change before that. `weight` multiplies the contribution; only floating
@@ -132,8 +127,7 @@ class KeyValue:
     def pull(
         self, key: str | Mapping[str, Array], out: Array | None = None, *, timeout: Timeout = None
     ) -> dict[str, list[int]]:
-        """Copies the value of `key` to `out`, or values to the tensors of a dictionary. Returns the versions of all
-        blocks, by key.
+        """Copies the value of `key` to `out`, or values to a dictionary's tensors. Returns blocks' versions, by key.
 
         The value contains all pushes of this worker. The key's mode says which pushes of other workers it contains.
         """
@@ -182,8 +176,7 @@ class KeyValue:
     def empty(self, *size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Returns a tensor in this worker's window, which is pushed without a copy. `size` is as for `torch.empty`.
 
-        After a push it must not be changed before `wait()` has returned. Raises `SystemFailure` if the window has no
-        room.
+        After a push it must not change before `wait()` has returned. Raises `SystemFailure` if there is no room.
         """
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if not isinstance(dtype, torch.dtype):
@@ -200,8 +193,7 @@ class KeyValue:
     # ---- time and membership -----------------------------------------------------------------------------------------
 
     def clock(self, timeout: Timeout = None) -> None:
-        """Ends this worker's current clock on all servers. Only keys in `ssp` use it: the pushes since the last call
-        belong to the clock that ends."""
+        """Ends this worker's clock, to which its pushes since the last call belong, on all servers. For keys in ssp."""
         self.calls.tell("clock", list(range(self.servers)), self.calls.deadline(timeout))
 
     def barrier(self, timeout: Timeout = None) -> None:
@@ -224,14 +216,11 @@ class KeyValue:
                 self.calls.tell("leave", list(range(self.servers)), deadline)
         finally:
             self.calls.questions.close()
-            self._end_server(max(0.0, deadline - time.monotonic()))
-
-    def _end_server(self, timeout: float) -> None:
-        local = self.calls.membership.local
-        staying = [] if local is None else local.wait_until_left(timeout)
-        self.calls.close()
-        if staying:
-            raise CollectiveTimeout(f"leave: {', '.join(staying)} still use this process's server, which ends now")
+            local = self.calls.membership.local
+            staying = [] if local is None else local.wait_until_left(max(0.0, deadline - time.monotonic()))
+            self.calls.close()
+            if staying:
+                raise CollectiveTimeout(f"leave: {', '.join(staying)} still use this process's server, which ends now")
 
     def abort(self) -> None:
         """Ends every wait of this worker, now and later, with `Aborted`. Call it from another thread."""
@@ -273,7 +262,7 @@ class KeyValue:
 
     # ---- snapshots ---------------------------------------------------------------------------------------------------
 
-    def snapshot(self, path: str | os.PathLike[str], *, timeout: Timeout = None) -> Snapshot:
+    def snapshot(self, path: str | os.PathLike[str], *, timeout: Timeout = None) -> restoring.Snapshot:
         """Begins to write a snapshot of all servers to the folder `path`. Returns while it is being written; the folder
         appears when it is complete. One worker calls it.
 
@@ -292,8 +281,7 @@ class KeyValue:
         first one restores the snapshot, and the others wait until it is there. Call it before any `init` or `Embedding`
         of these names; those then keep what was restored, and may give the update other arguments, such as another lr.
         Versions count from 0 again. `timeout` is for the whole call. Raises `InvalidArgument` if the snapshot is
-        incomplete or damaged, or if a key has a value already. If it fails, some keys may exist: begin with a new
-        store.
+        incomplete or damaged, or if a key has a value already. If it fails, some keys may exist: use a new store.
         """
         deadline = self.calls.deadline(timeout)
         return restoring.restore(self.calls, path_of(path), deadline)

@@ -22,14 +22,11 @@ class Key:
         self.spec = spec
         self.dtype: torch.dtype = getattr(torch, spec["dtype"])
         self.shape = torch.Size(spec["shape"])
-        self.parts = parts
-        """All blocks."""
-        self.everywhere = self._for_client(parts)
-        """All blocks, as C++ has them."""
+        self.parts = parts  # all blocks
+        self.everywhere = self._for_client(parts)  # all blocks, as C++ has them
         self.like = torch.empty(self.shape, dtype=self.dtype, device="meta")
         """A tensor without memory with the key's dtype and shape."""
-        self.pushes = 0
-        """The number of this worker's pushes to the key."""
+        self.pushes = 0  # the number of this worker's pushes to the key
         self.split(client)
 
     def split(self, client: _C.ParameterClient) -> None:

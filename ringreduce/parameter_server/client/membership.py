@@ -19,14 +19,11 @@ class LocalServers(Protocol):
 
 @dataclass(frozen=True)
 class Membership:
-    store: Any
-    """A torch store or one that works like it, under a prefix of this parameter server."""
+    store: Any  # a torch store or one that works like it, under a prefix of this parameter server
     worker: int
     group: str
     client: ParameterClient
-    local: LocalServers | None
-    """The servers of this process, if it has any."""
+    local: LocalServers | None  # the servers of this process, if it has any
     block_bytes: int
     window: int
-    loads: list[int]
-    """By server: the bytes of the blocks there that this worker knows of, without tables."""
+    loads: list[int]  # by server: the bytes of the blocks there that this worker knows of, without tables

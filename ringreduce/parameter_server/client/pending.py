@@ -31,12 +31,9 @@ class _Pull:
     key: str
     known: Key
     target: torch.Tensor
-    whole: torch.Tensor
-    """A contiguous tensor. Keeps its memory alive, whatever becomes of `target`."""
-    memory: int
-    """The address of `whole`."""
-    place: int
-    """The address of `target` at the beginning."""
+    whole: torch.Tensor  # a contiguous tensor. Keeps its memory alive, whatever becomes of `target`.
+    memory: int  # the address of `whole`
+    address: int  # the address of `target` at the beginning
     near: list[Part] | None = None
     """`Key.near` when the pull began. If the key has another list now, the pull begins again."""
     call: _C.ParameterCall | None = None
@@ -57,7 +54,7 @@ class Pulls:
     def __del__(self) -> None:
         self.cancel()
 
-    def places(self) -> dict[str, int]:
+    def addresses(self) -> dict[str, int]:
         """Returns, by key, the address to which a push can bring the new values back. Only has keys whose blocks are
         all on this host and can always be read."""
         return {each.key: each.memory for each in self._pulls if each.known.asked is None}
@@ -71,7 +68,7 @@ class Pulls:
         """Begins the pulls. Idempotent."""
         try:
             for each in self._pulls:
-                self._check_place(each)
+                self._check_memory(each)
                 if each.near is None:
                     self._ask(each, deadline)
         except BaseException:
@@ -117,21 +114,21 @@ class Pulls:
             left = deadline - time.monotonic()
             pull.call = self._calls.client.pull(pull.known.asked, pull.memory, timeout=left)
 
-    def _check_place(self, pull: _Pull) -> None:
-        if pull.target.data_ptr() != pull.place:
+    def _check_memory(self, pull: _Pull) -> None:
+        if pull.target.data_ptr() != pull.address:
             raise InvalidArgument(
                 f"the tensor for {pull.key!r} got other memory while it was pulled: do not resize it, or give it other "
                 "data, before wait() returns"
             )
 
     def _end(self, pull: _Pull, deadline: float) -> list[int]:
-        self._check_place(pull)
+        self._check_memory(pull)
         while (versions := self._take(pull, deadline)) is None:
             if pull.call is not None:
                 self._calls.client.cancel(pull.call)
             pull.known.split(self._calls.client)
             self._ask(pull, deadline)
-        if pull.memory != pull.place:
+        if pull.memory != pull.address:
             pull.target.copy_(pull.whole)
         return versions
 
@@ -226,8 +223,8 @@ def push(
     deadline = calls.deadline(timeout)
     sources = [_source(calls, name, tensor, weight, deadline) for name, tensor in pairs]
     pulls = None if out is None else Pulls(calls, out, deadline)
-    places = pulls.places() if pulls is not None and start else {}
-    tensors = [(parts, memory, places.get(name, 0)) for name, parts, memory, _ in sources]
+    addresses = pulls.addresses() if pulls is not None and start else {}
+    tensors = [(parts, memory, addresses.get(name, 0)) for name, parts, memory, _ in sources]
     for name, *_ in sources:
         calls.keys[name].pushes += 1
     left = deadline - time.monotonic()
@@ -237,7 +234,7 @@ def push(
         raise CollectiveTimeout(f"{error}; {_what_fills_the_window(calls)}") from None
     under_way = {name: call for (name, *_), call in zip(sources, sent, strict=True)}
     if pulls is not None:
-        pulls.follow({name: under_way[name] for name in places if name in under_way})
+        pulls.follow({name: under_way[name] for name in addresses if name in under_way})
     return Pending(calls, under_way, pulls)
 
 

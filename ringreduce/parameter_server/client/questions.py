@@ -27,12 +27,9 @@ _LOOK = 0.005
 class Joined:
     """A server that has let this worker in, and later the one that took over its blocks."""
 
-    connection: socket.socket
-    """For control messages."""
-    name: str
-    """Its name in messages."""
-    turn: int
-    """How many servers have served these blocks before it; if backups are reached by TCP, its replica number."""
+    connection: socket.socket  # for control messages
+    name: str  # its name in messages
+    turn: int  # how many servers have served these blocks before it; if backups are reached by TCP, its replica number
 
 
 class Questions:
@@ -53,8 +50,7 @@ class Questions:
         self._pid = os.getpid()
         self._numbers = itertools.count()
         self._asking = threading.Lock()
-        self._aborted = os.eventfd(0, os.EFD_CLOEXEC)
-        """Readable after `abort`."""
+        self._aborted = os.eventfd(0, os.EFD_CLOEXEC)  # readable after `abort`
         weakref.finalize(self, os.close, self._aborted)
 
     def close(self) -> None:

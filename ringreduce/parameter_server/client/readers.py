@@ -51,8 +51,7 @@ class Follower:
         self._hook: Any = model.register_forward_pre_hook(self._keep_up)
 
     def behind(self) -> int:
-        """Returns how many rounds the model is behind the latest one that all servers have ended. Raises
-        `ServerLost`."""
+        """Returns how many rounds the model is behind the latest one of all servers. Raises `ServerLost`."""
         return self._client.round_of(self._parts) - self.version
 
     def pull(self, timeout: Timeout = None) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import secrets
 import time
 from collections.abc import Iterator
@@ -24,7 +23,6 @@ from ringreduce.errors import CollectiveTimeout, InvalidArgument, SystemFailure
 from ringreduce.parameter_server.arguments import Timeout, check_key
 from ringreduce.parameter_server.checks import shown
 from ringreduce.parameter_server.client.calls import Calls
-from ringreduce.parameter_server.placement import cut, place
 from ringreduce.parameter_server.safetensors import Reader
 from ringreduce.parameter_server.snapshot_files import INDEX, STEPS, names_of, names_of_block, read
 
@@ -43,8 +41,7 @@ class Snapshot:
     """The folder until it is complete."""
 
     def done(self) -> bool:
-        """Returns whether it is complete. Raises `SystemFailure` if a server could not write its part, and
-        `ServerLost`."""
+        """Returns whether it is complete. Raises `ServerLost`, and `SystemFailure` if a part could not be written."""
         question, deadline = {"ask": "snapshot state", "folder": self.folder}, self.through.deadline(None)
         try:
             states = [self.through.questions.ask(server, question, deadline) for server in range(self.through.servers)]
@@ -146,13 +143,9 @@ def _make(calls: Calls, key: str, spec: dict[str, Any], deadline: float) -> _C.P
     """Makes a key, and returns None; or makes a table, and returns it."""
     if "table" in spec:
         return calls.make_table(key, spec, deadline, restored=True)
-    same = {name: spec[name] for name in ("dtype", "shape", "mode", "update", "wire")}
-    size = getattr(torch, spec["dtype"]).itemsize
-    sizes = [count * size for _, count in cut(math.prod(spec["shape"]), spec["per_block"])]
-    placed, _ = calls.agree(key, same, spec | {"servers": place(sizes, calls.membership.loads), "restored": True})
-    if placed["per_block"] != spec["per_block"]:
-        raise InvalidArgument(f"{key!r} has been cut otherwise already: restore() before init()")
-    calls.create(key, placed, deadline)
+    own = ("dtype", "shape", "mode", "update", "wire")
+    same, more = ({name: spec[name] for name in spec if (name in own) is it} for it in (True, False))
+    calls.place(key, same, deadline, **more, restored=True)
     return None
 
 

@@ -17,18 +17,11 @@ from torch import nn
 from ringreduce.errors import InvalidArgument
 from ringreduce.parameter_server.arguments import check_mode
 from ringreduce.parameter_server.checks import check_bool, check_is, check_text, number, shown
+from ringreduce.parameter_server.client import watching
 from ringreduce.parameter_server.client.calls import Calls
 from ringreduce.parameter_server.client.key_value import KeyValue
 from ringreduce.parameter_server.client.pending import NOTHING, push
-from ringreduce.parameter_server.client.watching import (
-    Hook,
-    Seen,
-    Trained,
-    check_fresh,
-    check_tensors,
-    sample,
-    without_repeats,
-)
+from ringreduce.parameter_server.client.watching import Hook, Seen, Trained
 from ringreduce.parameter_server.modes import Mode, asynchronous, sync
 from ringreduce.parameter_server.updates import assign
 from ringreduce.parameter_server.updates import optimizer as optimizer_rule
@@ -61,8 +54,8 @@ class Attached(torch.optim.Optimizer):
 
     `step` pushes the gradient of every parameter once, and returns when the new values are there. If each step has one
     backward pass, gradients are pushed while `backward` runs, from the second step on, if they were cleared before.
-    With `overlap_forward`, `step` returns at once: the values of a module are there before its forward pass, and all of
-    them before `state_dict`.
+    With `overlap_forward`, `step` returns at once: a module's values are there before its forward pass, and all before
+    `state_dict`.
 
     A `torch.optim.lr_scheduler` takes it as its optimizer. The servers update with the `param_groups` of the time when
     a step begins to push. The states of the optimizer are on the servers, and `state_dict()` does not have them.
@@ -75,36 +68,25 @@ class Attached(torch.optim.Optimizer):
         optimizer: torch.optim.Optimizer,
         mode: Mode,
         prefix: str,
-        wires: dict[str, str],
+        wires: tuple[str, str],
         max_norm: float | None,
         overlap_forward: bool,
     ) -> None:
-        check_is("kv", kv, KeyValue, "what ps.join() returns")
-        check_is("model", model, nn.Module, "a torch.nn.Module")
-        check_is("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
-        check_text("prefix", prefix)
-        check_mode(mode)
-        if max_norm is not None and not 0 < number(max_norm) < math.inf:
-            raise InvalidArgument(f"max_norm is {shown(max_norm)}; it must be a number above 0, or None")
-        if max_norm is not None and mode.mode == "sync" and (mode.quorum or not mode.average):
-            raise InvalidArgument("max_norm takes sync() that averages, without a quorum: all clip the same gradient")
         self.late = 0
         """The number of pushes that came late and were dropped, which only happens if the mode has a quorum."""
         self.total_norm: torch.Tensor | None = None
         """With `max_norm`: the norm of all gradients at the last step, before they were clipped."""
-        check_fresh(optimizer)
+        watching.check_fresh(optimizer)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
         self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
         self._kv, self._optimizer, self._mode, self._prefix, self._max_norm = kv, optimizer, mode, prefix, max_norm
         self._of_worker = _of_workers.setdefault(kv.calls, _OfWorker())
-        check_bool("overlap_forward", overlap_forward)
         self._overlaps_forward = overlap_forward
         self._settings = set(inspect.signature(type(optimizer).__init__).parameters) - {"params", *_HOW}
         self._step_supports_amp_scaling = True  # a GradScaler calls step(), which refuses it
         self._called: set[nn.Module] = set()
-        self._begun = False
-        """Whether a gradient has been computed since the last step, or the last zero_grad."""
+        self._begun = False  # whether a gradient has been computed since the last step, or the last zero_grad
         self._cleared = False
         """Whether all gradients were cleared since the last step. Until then, a backward pass may be of another loss,
         such as that of the generator of a GAN, whose gradients will be cleared and never pushed."""
@@ -123,7 +105,7 @@ class Attached(torch.optim.Optimizer):
         buffers = {prefix + name: each for name, each in model.named_buffers()}
         self._shared = others.keys() | buffers.keys()
         trained = {each.key: each.parameter for each in self._trained.values()}
-        check_tensors({**trained, **others, **buffers}, buffers.keys())
+        watching.check_tensors({**trained, **others, **buffers}, buffers.keys())
         self._check_detached(trained)
         self._told = self._of_worker.last_told.get(optimizer) or self._now()
         self._claim(trained.keys() | self._shared)
@@ -141,7 +123,7 @@ class Attached(torch.optim.Optimizer):
         for key, before in self._of_worker.detached.items():
             if not (key in trained or key in self._shared):
                 continue
-            now = sample(trained[key]) if key in trained else b""
+            now = watching.sample(trained[key]) if key in trained else b""
             if bool(now) != bool(before):
                 what = "and is not trained now" if before else "but was not trained"
             elif now != before:
@@ -182,16 +164,11 @@ class Attached(torch.optim.Optimizer):
                 "the same"
             )
 
-    def _begin(self, wires: dict[str, str]) -> None:
+    def _begin(self, wires: tuple[str, str]) -> None:
         """Makes the keys of the parameters that are trained, and pulls their values."""
         for group, arguments in zip(self.param_groups, self._told, strict=True):
-            self._kv.init(
-                {self._trained[each].key: each.detach() for each in group["params"]},
-                update=optimizer_rule(type(self._optimizer), **arguments),
-                mode=self._mode,
-                push_wire=wires["push"],
-                pull_wire=wires["pull"],
-            )
+            values = [(self._trained[each].key, each.detach()) for each in group["params"]]
+            self._kv.calls.init(values, optimizer_rule(type(self._optimizer), **arguments), self._mode, wires)
         self._kv.pull({each.key: each.parameter.data for each in self._trained.values()})
         if self._max_norm is not None and self._mode.mode == "sync":
             zeros = {f"{each.key}#gradient": torch.zeros_like(each.parameter) for each in self._trained.values()}
@@ -201,7 +178,7 @@ class Attached(torch.optim.Optimizer):
     def _share(self, tensors: Mapping[str, torch.Tensor], saved: bool) -> None:
         """Gives tensors that are not trained the values of the first worker."""
         some = {
-            key: without_repeats(each.detach())
+            key: watching.without_repeats(each.detach())
             for key, each in tensors.items()
             if each.numel() > 0 and key not in self._of_worker.detached
         }
@@ -456,7 +433,7 @@ class Attached(torch.optim.Optimizer):
                 del self._of_worker.attached[key]
             self._of_worker.last_told[self._optimizer] = self._told
             self._of_worker.detached |= dict.fromkeys(self._shared, b"")
-            self._of_worker.detached |= {each.key: sample(each.parameter) for each in self._trained.values()}
+            self._of_worker.detached |= {each.key: watching.sample(each.parameter) for each in self._trained.values()}
         pushed = next((each.key for each in self._trained.values() if each.pushed is not None), None)
         if pushed and not self._wrong:
             raise InvalidArgument(
@@ -496,6 +473,15 @@ def attach(
 
     Raises `InvalidArgument` for an optimizer that needs whole tensors, and if another attached model has the same keys.
     """
-    wires = {"push": push_wire, "pull": pull_wire}
     mode = sync() if mode is None else mode
-    return Attached(kv, model, optimizer, mode, prefix, wires, max_norm, overlap_forward)
+    check_is("kv", kv, KeyValue, "what ps.join() returns")
+    check_is("model", model, nn.Module, "a torch.nn.Module")
+    check_is("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
+    check_text("prefix", prefix)
+    check_mode(mode)
+    if max_norm is not None and not 0 < number(max_norm) < math.inf:
+        raise InvalidArgument(f"max_norm is {shown(max_norm)}; it must be a number above 0, or None")
+    if max_norm is not None and mode.mode == "sync" and (mode.quorum or not mode.average):
+        raise InvalidArgument("max_norm takes sync() that averages, without a quorum: all clip the same gradient")
+    check_bool("overlap_forward", overlap_forward)
+    return Attached(kv, model, optimizer, mode, prefix, (push_wire, pull_wire), max_norm, overlap_forward)

@@ -71,20 +71,14 @@ class Trained:
     hooked: bool = False
     passes: int = 0
     """The number of backward passes since the last step, or the last zero_grad, that have computed its gradient."""
-    dropped: bool = False
-    """Whether zero_grad has cleared its gradient after it was pushed."""
-    computed: Seen | None = None
-    """Its gradient after the last of them. None if the caller may change it (`no_sync`)."""
-    stepped: Seen | None = None
-    """Its gradient at the last step. Only with overlap_forward."""
-    pushed: Pending | None = None
-    """The push that belongs to the step under way."""
+    dropped: bool = False  # whether zero_grad has cleared its gradient after it was pushed
+    computed: Seen | None = None  # its gradient after the last of them. None if the caller may change it (`no_sync`).
+    stepped: Seen | None = None  # its gradient at the last step. Only with overlap_forward.
+    pushed: Pending | None = None  # the push that belongs to the step under way
     pulling: Pending | None = None
     """The push of the last step, until its new value is there. Outlives `step` only with overlap_forward."""
-    stale: bool = False
-    """Whether its gradient was computed from the old value, since the new one had not come yet."""
-    value: Seen = field(default_factory=lambda: Seen(None))
-    """The parameter when its latest value had come."""
+    stale: bool = False  # whether its gradient was computed from the old value, since the new one had not come yet
+    value: Seen = field(default_factory=lambda: Seen(None))  # the parameter when its latest value had come
 
     def check(self) -> None:
         """Raises `InvalidArgument` if the gradient is not what torch's optimizer would use, or was pushed otherwise."""

@@ -33,8 +33,7 @@ log = logging.getLogger(__name__)
 class Process(Protocol):
     """What the listener's thread calls."""
 
-    on_change: Callable[[], None]
-    """Called when a server or a backup has ended, or is about to."""
+    on_change: Callable[[], None]  # called when a server or a backup has ended, or is about to
 
     def answer(
         self, connection: Connection, message: dict[str, Any], descriptors: list[int]
@@ -47,22 +46,15 @@ class Process(Protocol):
 
 @dataclass(eq=False)
 class Connection:
-    socket: socket.socket
-    """For control messages."""
+    socket: socket.socket  # for control messages
     nonce: bytes = b""
-    data: DataConnections | None = None
-    """Set if the other side is on another host."""
-    shard: Shard | None = None
-    """The server or backup here that it belongs to."""
-    worker: int = -1
-    """-1: it is not a worker's, or that has not said yet who it is."""
-    name: str = ""
-    """The worker's name in messages."""
+    data: DataConnections | None = None  # set if the other side is on another host
+    shard: Shard | None = None  # the server or backup here that it belongs to
+    worker: int = -1  # -1: it is not a worker's, or that has not said yet who it is
+    name: str = ""  # the worker's name in messages
     is_reader: bool = False
-    is_partner: bool = False
-    """Whether the other side is a server with a backup here, or the backup of a server here."""
-    meaning: str = ""
-    """For a partner: what is logged when it ends; "" if nothing is."""
+    is_partner: bool = False  # whether the other side is a server with a backup here, or the backup of a server here
+    meaning: str = ""  # for a partner: what is logged when it ends; "" if nothing is
     since: float = field(default_factory=time.monotonic)
 
     @property
@@ -77,8 +69,7 @@ class DataConnections:
 
     take: Callable[[int, str], None] | None = None
     """Takes a connection (descriptor and path); set when the other side has joined."""
-    sockets: list[tuple[int, str]] = field(default_factory=list)
-    """Connections that have arrived before that."""
+    sockets: list[tuple[int, str]] = field(default_factory=list)  # connections that have arrived before that
     arriving: control.Arriving = field(default_factory=control.Arriving)
 
 
@@ -98,11 +89,9 @@ class Listener:
         self.address: bytes = self._unix.getsockname()
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)  # a byte that is there already wakes the thread as well
-        self.changed = threading.Condition()
-        """Notified when a connection is forgotten."""
+        self.changed = threading.Condition()  # notified when a connection is forgotten
         self._connections: dict[int, Connection] = {}
-        self._arrived: list[Connection] = []
-        """New connections that the thread has not taken over yet."""
+        self._arrived: list[Connection] = []  # new connections that the thread has not taken over yet
         self._door: Door | None = None
         self._dialers: dict[int, DataConnections] = {}
         self.is_closing = False
@@ -162,10 +151,6 @@ class Listener:
         """Closes a forked child's copies of sockets: others must notice the end of the parent before the child's."""
         for end in (self._wake, self._woken, self._unix, *(each.socket for each in self._connections.values())):
             end.close()
-
-    @property
-    def is_open(self) -> bool:
-        return self._thread.is_alive()
 
     def stop(self) -> None:
         """Ends the thread and all connections. The addresses stay, so others see that this process is there."""

@@ -43,19 +43,15 @@ class ReplicaManager:
     def __init__(self, local: ServerProcess, directory: Directory, number: int, backups: int) -> None:
         self._local, self._directory, self._number, self._backups = local, directory, number, backups
         self._poked, self._closing = threading.Event(), False
-        self._served = local.serving()
-        """The servers that the store has been told are here."""
+        self._served = local.serving()  # the servers that the store has been told are here
         self._looking = threading.Lock()
         self._wishes: list[tuple[int, int, int]] = []
         """Wishes for a server: the process, how many servers it has, and the server that it wants (-1: any)."""
         self._wanted_by: dict[int, int] = {}
         """By number, for backups here: a process that would like to serve it. It becomes the next backup."""
-        self._backup_at: dict[int, int] = {}
-        """By server: the process of the backup that this process had made."""
-        self._in_vain: set[int] = set()
-        """Processes that did not take a backup when they were last asked."""
-        self._alone: set[int] = set()
-        """Servers without a backup about which this has been logged."""
+        self._backup_at: dict[int, int] = {}  # by server: the process of the backup that this process had made
+        self._in_vain: set[int] = set()  # processes that did not take a backup when they were last asked
+        self._alone: set[int] = set()  # servers without a backup about which this has been logged
         local.on_change = self._poked.set
         if local.replication is not None:
             local.replication.on_change = self._poked.set
@@ -152,7 +148,7 @@ class ReplicaManager:
         """Asks for servers until no process serves two more than this one. After `deadline`, goes on with those that it
         has, and raises `CollectiveTimeout` if it has none."""
         while True:
-            counts = collections.Counter(self._directory.place_of(server) for server in range(servers))
+            counts = collections.Counter(self._directory.process_of(server) for server in range(servers))
             mine, (richest, most) = counts[self._number], counts.most_common(1)[0]
             if most <= mine + 1:
                 return
@@ -205,8 +201,7 @@ class ReplicaManager:
 
     def give_away(self, timeout: float) -> bool:
         """Gives all servers of this process to others, and takes no backups any more. Returns False if something is
-        still served here after `timeout` seconds. Only one process leaves at a time, since two could give servers to
-        each other."""
+        still served here after `timeout` seconds. Processes leave one by one: two could give servers to each other."""
         deadline = time.monotonic() + timeout
         here = self._directory.processes()[self._number]["machine"]
         if not self._directory.begin_to_leave(self._number, lambda its: lives(its, here), deadline):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import socket
 import time
@@ -56,16 +57,14 @@ class ServerProcess:
         self.leaving: list[tuple[int, Shard]] = []
         """Servers that have left their blocks to their backups, and wait for these to serve."""
         self.is_leaving = False
-        self.manager: Manager | None = None
-        """Closed before the servers are."""
+        self.manager: Manager | None = None  # closed before the servers are
         self.on_change: Callable[[], None] = lambda: None
         """Called by the door's thread when a server or a backup has ended."""
         self._own = next(iter(self.shards.values()), None) or Shard(1 << 12, functions)
         self._secret = secret
         self._begun, self._served = time.monotonic(), False
         self._window = 0
-        self.replication: Replication | None = None
-        """Set if backups are reached by TCP."""
+        self.replication: Replication | None = None  # set if backups are reached by TCP
         self.listener = Listener(self)
         open_until_exit[self] = None
 
@@ -84,8 +83,7 @@ class ServerProcess:
 
     def have_backup(self, number: int, process: int, its: dict[str, Any], timeout: float) -> None:
         """Makes `process`, which has told the store `its`, the backup of server `number`, which is served here. Raises
-        `OSError` if that process cannot be reached or does not answer, and `InvalidArgument` if the server cannot have
-        a backup."""
+        `OSError` if that process cannot be reached or does not answer, and `InvalidArgument` if there can be none."""
         if self.replication is not None:
             return self.replication.lead(number, self.shards[number], process, timeout)
         address, server = bytes.fromhex(its["address"]), self.shards[number].server
@@ -131,7 +129,7 @@ class ServerProcess:
         return True
 
     def serve_alone(self, number: int) -> None:
-        """Lets the heir of server `number` serve, although it can have no backup of its own."""
+        """Lets the designated primary of server `number` serve, although it can have no backup of its own."""
         if self.replication is None:
             self.shards[number].server.serve_alone()
         else:
@@ -148,7 +146,7 @@ class ServerProcess:
         with self.listener.changed:
             other = self.shards.get(number)
             self.shards[number] = shard
-        if other is not None:  # a backup that had been made for the heir
+        if other is not None:  # a backup that had been made for the designated primary
             self._end(other)
         return True
 
@@ -193,7 +191,7 @@ class ServerProcess:
 
     def close(self) -> None:
         """Ends the servers and all threads. Workers that still need these servers see them end."""
-        if not self.listener.is_open:
+        if self not in open_until_exit:
             return
         self.listener.is_closing = True
         for other in (self.replication, self.manager):
@@ -226,21 +224,23 @@ class ServerProcess:
         """Waits until all workers, not readers, have gone; returns the names of those that have not after `timeout`."""
         deadline = time.monotonic() + timeout
         while (staying := self._staying()) and time.monotonic() < deadline:
-            with self.listener.changed:
-                self.listener.changed.wait(_LOOK)
+            self._wait_for_change()
         return list(staying.values())
 
     def wait_until_served(self, timeout: float | None) -> bool:
         """Waits until workers have come and all have gone; returns False after `timeout` seconds (None: no limit)."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             served = self._served  # read before _staying(), which sets it when a worker comes
             if not self._staying() and served:
                 return True
-            if deadline is not None and time.monotonic() >= deadline:
+            if time.monotonic() >= deadline:
                 return False
-            with self.listener.changed:
-                self.listener.changed.wait(_LOOK)
+            self._wait_for_change()
+
+    def _wait_for_change(self) -> None:
+        with self.listener.changed:
+            self.listener.changed.wait(_LOOK)
 
     def _staying(self) -> dict[int, str]:
         """Returns the workers that take part here or have not closed their connections, with their names. Where backups
@@ -317,22 +317,15 @@ class ServerProcess:
             self._let_in(shard, worker, hello, descriptors)
         self._introduce(connection, worker, shard, hello)
         reply = proof | {"capacity": shard.server.capacity, "turn": shard.server.turn}
-        return reply, [os.dup(shard.server.values), os.dup(shard.server.bell), own_pidfd()]
+        given = [] if hello.get("again") else [os.dup(shard.server.values), os.dup(shard.server.bell), own_pidfd()]
+        return reply, given
 
     @staticmethod
     def _let_in(shard: Shard, worker: int, hello: dict[str, Any], descriptors: list[int]) -> None:
+        about: dict[str, Any] = {name: int(hello[name]) for name in ("window_bytes", "servers", "lane")}
+        about |= {"id": worker, "group": str(hello["group"]), "name": name_in(hello)}
         window, pidfd, news = descriptors
-        shard.server.join(
-            id=worker,
-            group=str(hello["group"]),
-            window=os.dup(window),
-            window_bytes=int(hello["window_bytes"]),
-            servers=int(hello["servers"]),
-            lane=int(hello["lane"]),
-            pidfd=os.dup(pidfd),
-            news=os.dup(news),
-            name=name_in(hello),
-        )
+        shard.server.join(**about, window=os.dup(window), pidfd=os.dup(pidfd), news=os.dup(news))
 
     def _introduce(self, connection: Connection, worker: int, shard: Shard, hello: dict[str, Any]) -> None:
         connection.worker, connection.shard = worker, shard
@@ -401,8 +394,7 @@ class ServerProcess:
         return {"name": self._name_of_backup(number)}
 
     def _check_absent(self, number: int) -> Shard | None:
-        """Raises `InvalidArgument` if this process cannot have a backup of server `number`. Returns an earlier server
-        or backup of that number here."""
+        """Raises `InvalidArgument` if server `number` can have no backup here. Returns an earlier shard of it here."""
         known = self.shards.get(number)
         if known is not None and known.server.serves and not known.server.has_ended:
             raise InvalidArgument(f"server {number} is here, so its backup has to be elsewhere")

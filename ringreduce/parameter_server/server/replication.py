@@ -12,14 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ringreduce.errors import (
-    Aborted,
-    CollectiveTimeout,
-    InvalidArgument,
-    PeerLost,
-    RingReduceError,
-    SystemFailure,
-)
+from ringreduce.errors import Aborted, CollectiveTimeout, InvalidArgument, PeerLost, RingReduceError, SystemFailure
 from ringreduce.parameter_server import doors
 from ringreduce.parameter_server.server.shard import Shard
 from ringreduce.parameter_server.store import Views
@@ -52,8 +45,7 @@ class Replication:
         self._changing = threading.Lock()
         self._known: dict[Shard, Standing] = {}
         self._closing = False
-        self.on_change: Callable[[], None] = lambda: None
-        """Called when somebody goes on."""
+        self.on_change: Callable[[], None] = lambda: None  # called when somebody goes on
 
     def close(self) -> None:
         self._closing = True
@@ -133,13 +125,13 @@ class Replication:
         return None if backup is None else backup.process
 
     def _standing(self, shard: Shard) -> Standing:
-        """An heir counts as the server already."""
+        """A designated primary counts as the server already."""
         if shard.server.is_heir:
             self._known[shard] = self._known[shard].as_heir()
         return self._known[shard]
 
     def serve_alone(self, number: int, shard: Shard) -> None:
-        """Has an heir go on that can have no backup."""
+        """Lets a designated primary serve that can have no backup."""
         with self._changing:
             known = self._standing(shard)
             if known.has_backup:
@@ -148,7 +140,7 @@ class Replication:
                     shard.server.serve_alone()
 
     def hand_over(self, number: int, shard: Shard) -> bool:
-        """Has a server here leave its blocks to the backup, its heir. False: that has been lost."""
+        """Lets a server here leave its blocks to its backup, the designated primary. False: that has been lost."""
         server = shard.server
         with contextlib.suppress(InvalidArgument):  # it has none any more
             until = server.freeze()
@@ -166,8 +158,7 @@ class Replication:
         return False
 
     def follow(self, number: int, shard: Shard, view: str, since: int, earlier: Shard | None) -> None:
-        """Makes `shard` the backup that `view` names, in place of an earlier one. Raises `InvalidArgument` if that one
-        knows better."""
+        """Makes `shard` the backup that `view` names. Raises `InvalidArgument` if an earlier one here knows better."""
         its, known = View.of(view), None if earlier is None else self._known.get(earlier)
         if known is not None and not known.gives_way_to(its, since):
             raise InvalidArgument(f"server {number} has been replaced by one that this process knows")

@@ -45,8 +45,7 @@ class Serving:
     def ask_for_snapshot(self, *, last: bool = False) -> int:
         """Asks all servers for a snapshot, which each begins in its next call of `take_snapshots`; returns its number.
 
-        With `last`, it is the last one. If several processes ask for the last snapshot, all get the number of the
-        first.
+        With `last`, it is the last one. If several processes ask for that, all get the number of the first.
         """
         number = int(self._store.add("snapshots", 1))
         return int(once(self._store, "last snapshot", str(number))) if last else number
@@ -66,8 +65,7 @@ class Serving:
         return manager is not None and manager.give_away(seconds(timeout))
 
     def may_ask(self) -> bool:
-        """Whether another snapshot may be asked for: all servers have written their parts of the latest one, or failed
-        to."""
+        """Whether another snapshot may be asked for: all servers have ended with their parts of the latest one."""
         asked = int(self._store.add("snapshots", 0))
         return asked == 0 or int(self._store.add(f"snapshot {asked} ended", 0)) >= self._servers
 
@@ -115,8 +113,7 @@ class Serving:
 
     def _serving(self, folder: str | os.PathLike[str]) -> dict[int, Shard]:
         """Returns the servers that are served here, by number. If there are more than before, backups have taken over.
-        Then the latest snapshot is continued if it lacks their parts, and earlier parts of the lost servers count as
-        ended."""
+        Then the latest snapshot goes on if it lacks their parts, and earlier parts of lost servers count as ended."""
         shards = self._local.serving()
         if len(shards) < self._parts:  # servers have moved to other processes
             self._parts = len(shards)
@@ -137,14 +134,12 @@ class Serving:
             self._taken -= 1
 
     def snapshot_path(self, folder: str | os.PathLike[str], number: int) -> Path:
-        """Returns the folder of a snapshot. Its name has the time when the first snapshot was begun, then the number,
-        so names sort by time."""
+        """Returns the folder of a snapshot. Its name has the time of the first one, then the number, to sort by."""
         begun = once(self._store, "snapshots begun", time.strftime("%Y%m%dT%H%M%S"))
         return path_of(folder) / f"{begun}-{number:06d}"
 
     def close(self) -> None:
-        """Ends the servers of this process. Workers that still need them, and find no backup, get `ServerLost`.
-        Idempotent."""
+        """Ends the servers of this process. Workers that find no backup of them get `ServerLost`. Idempotent."""
         self._local.close()
 
     def __enter__(self) -> Serving:

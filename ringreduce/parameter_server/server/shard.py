@@ -35,15 +35,12 @@ class Shard:
         that were made under the same name one after the other."""
         self._blocks: dict[int, dict[str, Any]] = {}
         """By block: its key, the key's spec, its first element and its number of elements."""
-        self.savings: dict[str, Saving] = {}
-        """The latest snapshots, by folder."""
+        self.savings: dict[str, Saving] = {}  # the latest snapshots, by folder
         self._follows = self._is_backup = False
-        self.takes_over_quietly = False
-        """For a backup: its server gives its blocks away, so the takeover is not logged."""
+        self.takes_over_quietly = False  # for a backup: its server gives its blocks away, so the takeover is not logged
 
     def lead(self, is_closing: Callable[[], bool], **partner: Any) -> None:
-        """Gives the server a backup on this host, and waits until that has the whole state. Raises `ConnectionError` if
-        the backup ends before."""
+        """Gives the server a backup on this host with the whole state. Raises `ConnectionError` if it ends before."""
         self.server.lead(**partner)
         while self.server.backup_starts:
             if is_closing():
@@ -69,8 +66,7 @@ class Shard:
         return False
 
     def check_serving(self) -> None:
-        """Raises `InvalidArgument` if it is a backup that has not taken over. After a takeover, reads its blocks'
-        notes."""
+        """Raises `InvalidArgument` for a backup that has not taken over. After a takeover, reads its blocks' notes."""
         if self._is_backup and not self.server.serves:
             raise InvalidArgument("this is the backup of another server, which still serves")
         if self._follows:
@@ -132,13 +128,9 @@ class Shard:
         block, offset = self.server.create(
             dtype=spec["dtype"],
             count=about["count"],
-            mode=mode["mode"],
-            quorum=mode["quorum"],
-            grace=mode["grace"],
-            staleness=mode["staleness"],
-            group=mode["group"],
             rule=rule,
             note=json.dumps(about),
+            **{name: mode[name] for name in ("mode", "quorum", "grace", "staleness", "group")},
             **table,
         )
         self._remember(about, block, offset)

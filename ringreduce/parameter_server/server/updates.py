@@ -99,19 +99,11 @@ class PythonUpdates:
         else:
             self._blocks[block] = by_optimizer(python["optimizer"], python["arguments"], numbers_of(rule))
 
-    def __call__(
-        self,
-        block: int,
-        version: int,
-        value: int,
-        out: int,
-        gradient: int,
-        pushes: Sequence[Any],
-        numbers: Sequence[float],
-    ) -> None:
+    def __call__(self, block: int, version: int, value: int, out: int, gradient: int, *of_pushes: Any) -> None:
+        """Called by C++. `of_pushes` has the fields of all pushes, and the rule's numbers."""
         dtype, count = self._shapes[block]
         tensors = _tensor_at(out, dtype, count), _tensor_at(gradient, dtype, count)
-        self._blocks[block](*tensors, version, pushes, numbers)
+        self._blocks[block](*tensors, version, *of_pushes)
 
     def _by_function(self, key: str, begin: int, name: str, arguments: dict[str, Any]) -> Update:
         call, state = self.functions[name], dict[str, Any]()
