@@ -112,6 +112,7 @@ def test_cube_mesh_takes_less_than_half_of_the_books_time() -> None:
     assert 160e6 / (planned.bound * 1e9) == pytest.approx(2.59e-3, rel=2e-3)
 
 
+@pytest.mark.slow
 def test_all_subsets_of_the_cube_mesh() -> None:
     every = {**dict.fromkeys(DOUBLE, 2 * GBPS), **dict.fromkeys(SINGLE, GBPS)}
     graph = cube_mesh(pcie=True)
@@ -340,7 +341,8 @@ def test_transfers_count_every_receiver() -> None:
 @pytest.mark.parametrize(
     ("machine", "gpus", "rings", "chains"),
     [
-        ("dgx1-v100", range(8), 600 / 7, 75.0),  # 6 rings of single links; 6 chains, each with half of a link each way
+        # 6 rings of single links; 6 chains, each with half of a link each way
+        pytest.param("dgx1-v100", range(8), 600 / 7, 75.0, marks=pytest.mark.slow),
         ("dgx1-v100", (0, 1, 2, 5), 100 / 3, 25.0),  # GPU 5 has links to 1 alone: 2 rings with a detour, 50 GB/s for us
         ("dgx1-v100", range(7), 700 / 12, 50.0),  # GPU 4 has 4 links left
         ("dgx2", range(5), 150 * 5 / 8, 75.0),
