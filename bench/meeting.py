@@ -78,7 +78,7 @@ def run(rank: int, size: int, per_host: int, folder: str) -> dict[str, Any]:
     store = FolderStore(folder)
     place = Location(host_id=str(rank // per_host), interfaces="lo") if per_host < size else Location()
     before, cpu = memory_mb(), time.process_time()
-    meeting = meet(Exchange(store, rank, size, 600.0), lambda _: 4096, {}, lambda *_: "", place=place)
+    meeting = meet(Exchange(store, rank, size, 600.0), lambda _: 4096, {}, lambda *_: "", location=place)
     met, met_mb = time.process_time(), memory_mb()
     end = time.monotonic()
     if rank % EVERY == 0 or size <= EVERY:

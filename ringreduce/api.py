@@ -31,8 +31,7 @@ from ringreduce._C import nccl_device_of, nccl_version
 from ringreduce.common.units import duration
 from ringreduce.errors import InvalidArgument
 from ringreduce.gpu import arrays, nccl
-from ringreduce.groups.links import registered
-from ringreduce.groups.lookup import backend_of
+from ringreduce.groups.lookup import backend_of, registered
 from ringreduce.groups.survivors import Agreement, survivors_of
 
 Array: TypeAlias = torch.Tensor | np.ndarray[Any, Any]

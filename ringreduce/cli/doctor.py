@@ -79,10 +79,10 @@ def _peers(arguments: argparse.Namespace) -> int:
 
     from ringreduce.config import resolve
     from ringreduce.doctor import peers
-    from ringreduce.groups.ready import place_of
+    from ringreduce.groups.ready import location_of
 
     options, _ = resolve(None)
-    place = place_of(options)
+    place = location_of(options)
     if place.transport != "tcp":  # which says that each rank has a host of its own
         place = place._replace(transport="auto")
     rank, size = _rank_and_size()

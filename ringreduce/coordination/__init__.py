@@ -6,7 +6,7 @@
   sockets. `rounds` carries its decisions out against a directory. docs/elastic.md has the promises.
 - `process`: which process this is, and whether another one has ended. `endpoint`: what a process has ready for others,
   and tells of itself. `watch`: a thread that notices ends. `wait`: waiting with a deadline.
-- `join_queue`: where processes wait to be let in.
+- `founding`: beginning something together, by attempts. `join_queue`: where processes wait to be let in.
 
 Nothing here knows groups or tensors. Only `torch_store` and what imports it need torch.
 """

@@ -60,32 +60,37 @@ class PreparedEndpoint:
     """
 
     def __init__(
-        self, place: Location, config: Config, memory: OpenMemory | None = None, listens: bool = False, wire: Any = None
+        self,
+        location: Location,
+        config: Config,
+        memory: OpenMemory | None = None,
+        listens: bool = False,
+        wire: Any = None,
     ) -> None:
         """`memory`: this process's, if others may read it.
 
         `listens`: whether to listen for other hosts, too; done only if an address and a port are free. `wire`: what is
         known of the network between hosts. Raises `InvalidArgument` if the secret file or the ports are wrong.
         """
-        group_secret(b"", place.secret_file)  # finds a mistake now, not only when the group has several hosts
-        if place.ports:
+        group_secret(b"", location.secret_file)  # finds a mistake now, not only when the group has several hosts
+        if location.ports:
             from ringreduce.network.sockets import parse_ports
 
-            parse_ports(place.ports)
+            parse_ports(location.ports)
         self.memory = memory
         self.nonce = secrets.token_bytes(NONCE)
         self.door: Door | None = None
         if listens:
             with contextlib.suppress(SystemFailure, InvalidArgument):
-                self.door = door_at(place)
+                self.door = door_at(location)
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.listener.bind("")  # the kernel picks a free abstract address
         self.listener.listen(8)
         self.endpoint: Endpoint = {
             "who": identity(),
-            "machine": _machine(place, self.nonce),
+            "machine": _machine(location, self.nonce),
             "config": config,
-            "label": place.host_id or socket.gethostname(),
+            "label": location.host_id or socket.gethostname(),
             "cores": sorted(os.sched_getaffinity(0)),
             "memory": memory.key if memory else None,
             "socket": [self.listener.getsockname().hex(), self.nonce.hex()],
@@ -101,68 +106,53 @@ class PreparedEndpoint:
             self.door.close()
 
 
-def door_at(place: Location) -> Door:
-    """Opens the door at which this rank accepts links from other hosts, as `place` says."""
+def door_at(location: Location) -> Door:
+    """Opens the door at which this rank accepts links from other hosts, as `location` says."""
     from ringreduce.network.interfaces import Filter, local_interfaces
     from ringreduce.network.listener import Door
     from ringreduce.network.sockets import parse_ports
 
-    wanted = Filter.parse(place.interfaces)
-    return Door(wanted.choose(local_interfaces()), named=wanted.names_some, ports=parse_ports(place.ports))
+    wanted = Filter.parse(location.interfaces)
+    return Door(wanted.choose(local_interfaces()), named=wanted.names_some, ports=parse_ports(location.ports))
 
 
-def _machine(place: Location, nonce: bytes) -> str:
+def _machine(location: Location, nonce: bytes) -> str:
     """A text that is equal for ranks on one host."""
-    if place.transport == "tcp":
+    if location.transport == "tcp":
         return nonce.hex()
-    if place.host_id:
-        return f"RINGREDUCE_HOST_ID={place.host_id}"
+    if location.host_id:
+        return f"RINGREDUCE_HOST_ID={location.host_id}"
     # Processes can reach each other's abstract Unix sockets if they have the same kernel and network namespace.
     return f"{kernel()}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
-# what a member's address in a view says about it, as JSON
+class Address(NamedTuple):
+    """What a member's address in a view says about it."""
 
+    who: Who
+    ledger: list[Any] | None
+    """Where it has its ledger open; None: it has none."""
+    endpoint: Endpoint | None
+    """Of its part of the next group; None: it has prepared nothing."""
+    settings: Mapping[str, float]
+    """What it was started with."""
 
-def address_of_this_process(ledger: list[Any] | None, endpoint: Endpoint | None, settings: Mapping[str, float]) -> str:
-    """This process's address as a member. `ledger`: where it has its ledger open.
-
-    `endpoint`: of its part of the next group, if that is prepared. `settings`: those that it was started with.
-    """
-    return json.dumps({**identity()._asdict(), "ledger": ledger, "endpoint": endpoint, "settings": settings})
+    def dump(self) -> str:
+        return json.dumps({**self._asdict(), **self.who._asdict()})
 
 
 @functools.lru_cache(maxsize=256)
-def _facts(address: str) -> dict[str, Any]:
-    """An address's content. Callers must not change it. Kept, since each change asks several times."""
-    facts: dict[str, Any] = json.loads(address)
-    return facts
+def _load(address: str) -> Address:
+    """Kept, since each change asks several times."""
+    facts = json.loads(address)
+    who = Who(*(facts[name] for name in Who._fields))
+    return Address(who, facts.get("ledger"), facts.get("endpoint"), facts.get("settings", {}))
 
 
-def ledger_of(member: Member) -> list[Any] | None:
-    """Where the member has its ledger open; None: it has none."""
-    ledger: list[Any] | None = _facts(member.address)["ledger"]
-    return ledger
-
-
-def endpoint_of(member: Member) -> Endpoint | None:
-    """The member's endpoint for the next group; None: it has prepared nothing."""
-    endpoint: Endpoint | None = _facts(member.address)["endpoint"]
-    return endpoint
-
-
-def settings_of(member: Member) -> dict[str, float]:
-    """What the member was started with."""
-    settings: dict[str, float] = _facts(member.address)["settings"]
-    return settings
-
-
-def process_of(member: Member) -> Who:
-    """The member's process."""
-    facts = _facts(member.address)
-    return Who(*(facts[name] for name in Who._fields))
+def address_of(member: Member) -> Address:
+    return _load(member.address)
 
 
 def member_has_ended(member: Member) -> bool:
     """Whether the member's process has ended, as far as this process can see."""
-    return has_ended(process_of(member))
+    return has_ended(address_of(member).who)

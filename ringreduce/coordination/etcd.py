@@ -18,7 +18,7 @@ from typing import Any
 
 from ringreduce.common import units
 from ringreduce.common.failures import InvalidArgument
-from ringreduce.coordination.store import append_by
+from ringreduce.coordination.store import Values
 
 SECONDS = 3.0
 """Timeout of one request to one server."""
@@ -29,7 +29,7 @@ MOST = 100
 FORM = "etcd://HOST:PORT[,HOST:PORT...]/NAME, where NAME is the job's own"
 
 
-class Etcd:
+class Etcd(Values):
     """A `store.Values` in etcd. Thread-safe: each thread has a connection of its own.
 
     Calls raise `ConnectionError` if no server answers. Then it is not known whether the request was carried out.
@@ -45,10 +45,6 @@ class Etcd:
         except ValueError as error:
             raise InvalidArgument(f"store is {address!r}: {error}; it must be {FORM}") from None
         self._of_thread = threading.local()
-
-    def get(self, key: str) -> str:
-        """The value under a key; '': there is none."""
-        return (self.value(key) or b"").decode()
 
     def value(self, key: str) -> bytes | None:
         """The value under a key; None: there is none."""
@@ -78,10 +74,6 @@ class Etcd:
         if answer.get("succeeded"):
             return desired
         return (_first(answer["responses"][0]["response_range"]) or b"").decode()
-
-    def append(self, key: str, text: str) -> str:
-        """Appends `text` to the value and returns the value after that. If a server fails, it may be appended twice."""
-        return append_by(lambda expected, desired: self.compare_set(key, expected, desired), text)
 
     def add(self, key: str, number: int) -> int:
         """Adds to the number under a key and returns the sum.

@@ -93,8 +93,6 @@ class JoinQueue:
 
     def __init__(self, store: KeyStore) -> None:
         self._store = store
-        self._lock = threading.Lock()
-        """To be held while the following are used."""
         self._nameless: dict[int, float] = {}
         """The numbers whose processes have not said their names yet, and when this process saw each of them first."""
         self._waiting: dict[int, Member] = {}
@@ -107,11 +105,10 @@ class JoinQueue:
     # for members
 
     def waiting(self, but: Container[str]) -> tuple[Member, ...]:
-        """The processes that wait, without those that have ended and those whose names are in `but`. Thread-safe."""
-        with self._lock:
-            return self._look(but)
+        """The processes that wait, without those that have ended and those whose names are in `but`.
 
-    def _look(self, but: Container[str]) -> tuple[Member, ...]:
+        Only one thread may call it at a time.
+        """
         if (began := time.monotonic()) > self._said + SAY_SO:
             self._store.set("looked", str(time.time_ns()))
             self._said = began
@@ -143,7 +140,7 @@ class JoinQueue:
         Does not wait until the store has it.
         """
         if members:
-            threading.Thread(target=self._invite, args=(members, view), daemon=True, name="ringreduce invites").start()
+            _in_background(self._invite, members, view)
 
     def _invite(self, members: list[Member], view: View) -> None:
         try:
@@ -157,7 +154,7 @@ class JoinQueue:
 
         Does not wait until the store has it.
         """
-        threading.Thread(target=self.publish, args=(view,), daemon=True, name="ringreduce invites").start()
+        _in_background(self.publish, view)
 
     def publish(self, view: View) -> None:
         """The same, and waits until the store has it or cannot be reached."""
@@ -295,14 +292,17 @@ class JoinWatcher:
         seen.asked = now = time.monotonic()
         if not self._looks:
             self._looks = True
-            given = self._queue, seen
-            threading.Thread(target=_look_out, args=given, daemon=True, name="ringreduce joins").start()
+            _in_background(_look_out, self._queue, seen)
         elif seen.pauses_long:
             seen.pauses_long = False
             seen.wakes.put(None)
         if not seen.waiting or now > seen.began + SILENT:
             return ()
         return tuple(member for member in seen.waiting if member.name not in seen.but)
+
+
+def _in_background(function: Callable[..., None], *arguments: object) -> None:
+    threading.Thread(target=function, args=arguments, daemon=True, name=f"ringreduce {function.__name__}").start()
 
 
 def _look_out(joins: JoinQueue, seen: _Seen) -> None:

@@ -1,6 +1,6 @@
 """A directory in memory that the processes of one host share. A writer may die at any instruction; the others go on.
 
-The memory begins with two words: the place of the newest record, and the amount of memory that is taken. A record is
+The memory begins with two words: the offset of the newest record, and the amount of memory that is taken. A record is
 written once and never changes. It sets the value of a key, or appends to it, and names the record before it. A writer
 
 1. takes free memory by adding to the second word,
@@ -25,15 +25,16 @@ from typing import TYPE_CHECKING
 
 from ringreduce.common import compiled
 from ringreduce.common.failures import SystemFailure
+from ringreduce.coordination.store import Values
 
 if TYPE_CHECKING:
     from ringreduce import _C
 
 NEWEST, FREE = 0, 8
-"""The places of the two words."""
+"""The offsets of the two words."""
 FIRST = 64
-"""The place of the first record."""
-_RECORD = struct.Struct("=QII")  # place of the record before, bytes of the key, bytes of the value
+"""The offset of the first record."""
+_RECORD = struct.Struct("=QII")  # offset of the record before, bytes of the key, bytes of the value
 APPENDS = 1 << 31
 """A flag in the third word: the value is appended to the one before."""
 
@@ -46,7 +47,7 @@ def ledger_bytes(ranks: int) -> int:
     return BYTES + BYTES_BY_RANK * ranks
 
 
-class Ledger:
+class Ledger(Values):
     """A `store.Values` in shared memory, and a store of which a `KeyStore` is made. Thread-safe.
 
     Calls raise `SystemFailure` if the memory is full or damaged.
@@ -64,10 +65,6 @@ class Ledger:
         self._seen = 0
         self._values: dict[str, bytes] = {}
         self._lock = threading.Lock()
-
-    def get(self, key: str) -> str:
-        """The value under a key; '': there is none."""
-        return (self.value(key) or b"").decode()
 
     def compare_set(self, key: str, expected: str, desired: str) -> str:
         """Makes `desired` the value if it is `expected` ('': there is none); returns the value that is there then."""

@@ -8,6 +8,7 @@ import os
 import select
 import socket
 import time
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from ringreduce.common.failures import SystemFailure
@@ -95,11 +96,17 @@ def has_ended(who: Who) -> bool:
     except OSError:  # nobody knows
         return False
     try:
-        poll = select.poll()
-        poll.register(pidfd, select.POLLIN)
-        return bool(poll.poll(0))
+        return bool(ended_among([pidfd], 0.0))
     finally:
         os.close(pidfd)
+
+
+def ended_among(pidfds: Iterable[int], seconds: float) -> list[int]:
+    """The descriptors of processes that have ended. Waits up to `seconds` for the first one."""
+    poll = select.poll()
+    for fd in pidfds:
+        poll.register(fd, select.POLLIN)
+    return [fd for fd, event in poll.poll(1000 * seconds) if event & select.POLLIN]
 
 
 def own_pidfd() -> int:

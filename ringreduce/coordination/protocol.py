@@ -103,7 +103,7 @@ class Report:
     step: int = 0
     """The latest step that it has committed."""
     waiting: tuple[Member, ...] = ()
-    """The processes that wait to be let in, as far as it knows, by units in the order of their places."""
+    """The processes that wait to be let in, as far as it knows, by units in the order of their positions."""
     open: bool = False
     """Whether it agrees that waiting processes are let in now. All members must agree."""
     lost: tuple[str, ...] = ()
@@ -239,7 +239,7 @@ class State:
     """The request that it waits for an answer to."""
 
 
-def place(epoch: int) -> str:
+def log_key(epoch: int) -> str:
     """The directory's key for the log of an epoch."""
     return f"log/{epoch}"
 
@@ -276,7 +276,7 @@ def _request(state: State, request: Request) -> tuple[State, tuple[Effect, ...]]
 
 
 def _append(state: State, report: Report) -> tuple[State, tuple[Effect, ...]]:
-    return _request(state, Append(place(state.view.epoch), report.line(state.me)))
+    return _request(state, Append(log_key(state.view.epoch), report.line(state.me)))
 
 
 def _look(state: State, event: Look) -> tuple[State, tuple[Effect, ...]]:
@@ -286,14 +286,14 @@ def _look(state: State, event: Look) -> tuple[State, tuple[Effect, ...]]:
         silent = event.silent & set(here.missing(state.view))
         if lost or silent:
             return _append(state, replace(state.report, lost=tuple(sorted(lost)), silent=tuple(sorted(silent))))
-    return _request(state, Ask(place(state.view.epoch)))
+    return _request(state, Ask(log_key(state.view.epoch)))
 
 
 def _commit(state: State) -> tuple[State, tuple[Effect, ...]]:
     """Replaces the first line, which holds the durable step, so the log does not grow with each commit."""
     lines = state.log.splitlines(keepends=True)
     reports = "".join(lines[_step_in(state.log) > 0 :])
-    return _request(state, CompareSet(place(state.view.epoch), state.log, f"{state.committing}\n{reports}"))
+    return _request(state, CompareSet(log_key(state.view.epoch), state.log, f"{state.committing}\n{reports}"))
 
 
 def _step_in(log: str) -> int:

@@ -11,8 +11,6 @@ from ringreduce.common.failures import Expelled, SystemFailure
 from ringreduce.coordination import protocol
 from ringreduce.coordination.protocol import (
     Answer,
-    Append,
-    Ask,
     Commit,
     Committed,
     Effect,
@@ -22,7 +20,6 @@ from ringreduce.coordination.protocol import (
     Report,
     State,
     View,
-    place,
 )
 from ringreduce.coordination.store import Directory
 from ringreduce.coordination.wait import Pauses, persist, wait_for
@@ -70,7 +67,7 @@ class Membership:
 
     @property
     def rank(self) -> int:
-        """This process's place in the view. Raises `Expelled` if the others went on without it."""
+        """This process's position in the view. Raises `Expelled` if the others went on without it."""
         if self._state.me not in self.view.names:
             raise Expelled(self._expelled)
         return self.view.names.index(self._state.me)
@@ -132,7 +129,7 @@ class Membership:
         view: View | None = self.view
         while view and me in view.names:
             # If this process had reported before, the round may have ended already with this process in the next view.
-            view = protocol.successor(view, self.directory.append(place(view.epoch), line))
+            view = protocol.successor(view, self.directory.append(protocol.log_key(view.epoch), line))
 
     def _why(self, view: View, log: str) -> str:
         """Why the log of the view's epoch expels this process."""
@@ -164,9 +161,9 @@ class Membership:
         """The directory's answer. Repeats the request while the directory is out of reach, which `NoAnswer` would."""
 
         def ask() -> str:
-            if isinstance(request, Ask):
+            if isinstance(request, protocol.Ask):
                 return self.directory.get(request.key)
-            if isinstance(request, Append):
+            if isinstance(request, protocol.Append):
                 return self.directory.append(request.key, request.text)
             return self.directory.compare_set(request.key, request.expected, request.desired)
 

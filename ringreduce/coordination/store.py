@@ -55,7 +55,14 @@ class Directory(Protocol):
 
 
 class Values(Directory, Protocol):
-    """A directory with the further requests of which `key_store` makes a store of torch."""
+    """A directory with the further requests of which `torch_store` makes a store of torch."""
+
+    def get(self, key: str) -> str:
+        return (self.value(key) or b"").decode()
+
+    def append(self, key: str, text: str) -> str:
+        """If a server fails meanwhile, `text` may be appended twice."""
+        return append_by(lambda expected, desired: self.compare_set(key, expected, desired), text)
 
     def value(self, key: str) -> bytes | None:
         """The value under a key; None: there is none."""
@@ -136,7 +143,7 @@ class Under:
         return self._directory.append(self._prefix + key, text)
 
 
-class Bounded:
+class Bounded(Values):
     """A store of torch whose requests all end, as a `Values`. Thread-safe.
 
     A `TCPStore` alone waits for an answer as long as its connection lives, which is many minutes if packets are lost.
@@ -156,9 +163,6 @@ class Bounded:
 
     def __del__(self) -> None:
         self._requests.put(None)
-
-    def get(self, key: str) -> str:
-        return (self.value(key) or b"").decode()
 
     def value(self, key: str) -> bytes | None:
         return self._ask(lambda: value_of(self._store, key))

@@ -28,7 +28,7 @@ class KeyStore(Store):
         return self
 
     def directory(self, name: str) -> Directory:
-        """A directory in the same place, with keys of its own."""
+        """A directory in the same store, with keys of its own."""
         return Under(self._values, f"{self._prefix}{name}/")
 
     def set(self, key: str, value: str | bytes) -> None:

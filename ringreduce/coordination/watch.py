@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import select
 import threading
 from typing import Any
 
 import torch.distributed as dist
 
-from ringreduce.coordination.endpoint import process_of
-from ringreduce.coordination.process import open_process
-from ringreduce.coordination.protocol import View, place, read
+from ringreduce.coordination.endpoint import address_of
+from ringreduce.coordination.process import ended_among, open_process
+from ringreduce.coordination.protocol import View, log_key, read
 from ringreduce.coordination.store import Directory
 
 
@@ -30,7 +29,7 @@ class Watch:
         for member in view.members:
             if member.name != me:
                 try:
-                    self._pidfds[open_process(process_of(member))] = member.name
+                    self._pidfds[open_process(address_of(member).who)] = member.name
                 except ProcessLookupError:
                     self._found.add(member.name)
                 except OSError:  # on another machine, or no descriptor is left: this end will show by a call that fails
@@ -51,7 +50,7 @@ class Watch:
     def ended(self) -> list[str]:
         """The names of members whose processes have ended."""
         with self._lock:
-            now = () if self._over else _readable(self._pidfds, 0)
+            now = () if self._over else ended_among(self._pidfds, 0)
             return sorted(self._found | {self._pidfds[fd] for fd in now})
 
     def cut_off(self) -> list[str]:
@@ -69,7 +68,7 @@ class Watch:
     def _run(self) -> None:
         known: dict[int, str] = dict(self._pidfds)
         while not self._over:
-            ready = _readable(known, self._look_every)
+            ready = ended_among(known, self._look_every)
             self._found |= {known.pop(fd) for fd in ready}
             left = not (ready or self._store_is_gone) and self._somebody_left()
             with self._lock:
@@ -85,18 +84,10 @@ class Watch:
 
     def _somebody_left(self) -> bool:
         try:
-            return bool(read(self._view, self._directory.get(place(self._view.epoch))).reports)
+            return bool(read(self._view, self._directory.get(log_key(self._view.epoch))).reports)
         except (RuntimeError, OSError) as error:  # the directory is out of reach
             self._store_is_gone |= is_closed(error)
             return False
-
-
-def _readable(pidfds: dict[int, str], seconds: float) -> list[int]:
-    """The descriptors of processes that have ended. Waits up to `seconds` for the first one."""
-    poll = select.poll()
-    for fd in pidfds:
-        poll.register(fd, select.POLLIN)
-    return [fd for fd, event in poll.poll(1000 * seconds) if event & select.POLLIN]
 
 
 def is_closed(error: Exception) -> bool:

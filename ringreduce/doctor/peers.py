@@ -110,7 +110,7 @@ def survey(
 
     `seconds` is how long two hosts may take to connect. Raises what `groups.meet` raises: a rank did not come, say.
     """
-    meeting = meet(Exchange(store, rank, size, MEET_SECONDS), lambda _: 4096, {}, lambda *_: "", place=place)
+    meeting = meet(Exchange(store, rank, size, MEET_SECONDS), lambda _: 4096, {}, lambda *_: "", location=place)
     meeting.close_descriptors()
     hosts = tuple(
         Host(meeting.names[ranks[0]][0], ranks, label)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ringreduce.coordination.endpoint import Endpoint, PreparedEndpoint, endpoint_of, ledger_of, member_has_ended
+from ringreduce.coordination.endpoint import Endpoint, PreparedEndpoint, address_of, member_has_ended
 from ringreduce.coordination.join_queue import JoinQueue
 from ringreduce.coordination.ledger import Ledger
 from ringreduce.coordination.process import kernel
@@ -44,16 +44,15 @@ class WorldContext:
         """What this process has prepared for the group of its next view."""
         self._memfd = -1
         self._kept: list[Store] = []
-        """The latest two stores made by `place`. torch keeps only their C++ half alive, which needs the Python half."""
+        """The latest two of `store_for`. torch keeps only their C++ half alive, which needs the Python half."""
 
     def prepared(self, view: View) -> tuple[PreparedEndpoint | None, list[Endpoint]]:
         """This process's endpoint and those of all members of the view, if all have one; else they meet in a store."""
-        ready, self.ready = self.ready, None
-        endpoints = [endpoint for member in view.members if (endpoint := endpoint_of(member))]
-        if ready and len(endpoints) == len(view.members):
+        endpoints = [endpoint for member in view.members if (endpoint := address_of(member).endpoint)]
+        if self.ready and len(endpoints) == len(view.members):
+            ready, self.ready = self.ready, None
             return ready, endpoints
-        if ready:
-            ready.close()
+        self.give_up()
         return None, []
 
     def give_up(self) -> None:
@@ -62,7 +61,7 @@ class WorldContext:
             self.ready.close()
             self.ready = None
 
-    def ledger_place(self) -> list[Any] | None:
+    def ledger_address(self) -> list[Any] | None:
         """Where processes of this machine find the ledger: path, kernel and inode; None: there is no ledger.
 
         The kernel and the inode tell whether the file at the path is the right one.
@@ -71,15 +70,15 @@ class WorldContext:
             return None
         return [f"/proc/{os.getpid()}/fd/{self._memfd}", kernel(), os.fstat(self._memfd).st_ino]
 
-    def open_ledger(self, place: list[Any] | None) -> bool:
-        """Opens the ledger at a `ledger_place`. Returns whether that was possible here."""
-        if place is None or place[1] != kernel():
+    def open_ledger(self, address: list[Any] | None) -> bool:
+        """Opens the ledger at a `ledger_address`. Returns whether that was possible here."""
+        if address is None or address[1] != kernel():
             return False
         try:
-            memfd = os.open(place[0], os.O_RDWR | os.O_CLOEXEC)
+            memfd = os.open(address[0], os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             return False
-        if os.fstat(memfd).st_ino != place[2]:
+        if os.fstat(memfd).st_ino != address[2]:
             os.close(memfd)
             return False
         self._use(memfd)
@@ -91,8 +90,10 @@ class WorldContext:
         The ranks must be on one host. Without a ledger, they agree in the store.
         """
         if rank == 0:
-            self._make_ledger()
-        told: list[Any] = [self.ledger_place()]
+            memfd = os.memfd_create("ringreduce world", os.MFD_CLOEXEC)
+            os.ftruncate(memfd, LEDGER_BYTES)
+            self._use(memfd)
+        told: list[Any] = [self.ledger_address()]
         dist.broadcast_object_list(told, 0)
         shared = torch.tensor([float(rank == 0 or self.open_ledger(told[0]))])
         dist.all_reduce(shared, dist.ReduceOp.MIN)
@@ -110,19 +111,14 @@ class WorldContext:
             if self._opens_one_of(view) or self._opens_one_of(latest := self.queue.latest() or view):
                 return "yes"
             others = [member for member in latest.members if member.name != me]
-            return "no" if all(ledger_of(member) or member_has_ended(member) for member in others) else None
+            return "no" if all(address_of(member).ledger or member_has_ended(member) for member in others) else None
 
         return wait_for(opens, every(LOOK_FOR_LEDGER), time.monotonic() + seconds) == "yes"
 
     def _opens_one_of(self, view: View) -> bool:
         """Opens the ledger of one of the view's members. True also if they have none."""
-        ledgers = [ledger for member in view.members if (ledger := ledger_of(member))]
+        ledgers = [ledger for member in view.members if (ledger := address_of(member).ledger)]
         return not ledgers or any(map(self.open_ledger, ledgers))
-
-    def _make_ledger(self) -> None:
-        memfd = os.memfd_create("ringreduce world", os.MFD_CLOEXEC)
-        os.ftruncate(memfd, LEDGER_BYTES)
-        self._use(memfd)
 
     def _use(self, memfd: int) -> None:
         """Takes the ledger in `memfd`. The descriptor stays open for joiners as long as this object lives."""
@@ -137,7 +133,7 @@ class WorldContext:
         """Where the members agree on views."""
         return self.ledger if self.ledger else self.store.directory("members")
 
-    def place(self, epoch: int) -> Store:
+    def store_for(self, epoch: int) -> Store:
         """The store in which the group of an epoch is made."""
         if self.ledger:
             made = KeyStore(self.ledger, f"epoch {epoch}/")

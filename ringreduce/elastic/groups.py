@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import TypeGuard
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import ErrorType
+from torch._C._distributed_c10d import ErrorType, Store
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,8 +17,7 @@ from ringreduce.coordination.protocol import View
 from ringreduce.elastic.settings import Settings
 from ringreduce.errors import CollectiveMismatch, Expelled, InvalidArgument, RingReduceError, SystemFailure, TooFewRanks
 from ringreduce.groups.exchange import known_beforehand
-from ringreduce.groups.links import links_of
-from ringreduce.groups.lookup import backend_of, found_in
+from ringreduce.groups.lookup import backend_of, found_in, links_of
 
 
 def make_group(
@@ -33,9 +32,6 @@ def make_group(
     names = view.names
     hook = sys.excepthook  # init_process_group wraps it, once more in each change
     prepared, endpoints = settings.context.prepared(view)
-    # torch names a group by a counter, and the ranks meet under keys that contain the name. A failure leaves the
-    # members with different counters, since torch does not take the number back.
-    dist.distributed_c10d._world.group_count = 0
     try:
         with known_beforehand(
             prepared=prepared,
@@ -43,20 +39,24 @@ def make_group(
             ended=lambda: [names.index(name) for name in ended()],
             gives_up=gives_up,
         ):
-            dist.init_process_group(
-                "ringreduce",
-                store=settings.context.place(view.epoch),
-                rank=rank,
-                world_size=len(names),
-                timeout=timedelta(seconds=settings.timeout),
-                pg_options=settings.options,
-            )
+            init_group(settings.context.store_for(view.epoch), rank, len(names), settings)
     except (RuntimeError, OSError) as error:
         if isinstance(error, RingReduceError):
             raise
         raise SystemFailure(f"making the group of epoch {view.epoch}: {error}") from error
     finally:
         sys.excepthook = hook
+
+
+def init_group(store: Store, rank: int, size: int, settings: Settings) -> None:
+    """Makes the default group of `size` ranks, which meet in `store`."""
+    # torch names a group by a counter, and the ranks meet under keys that contain the name. A failure leaves the
+    # members with different counters, since torch does not take the number back.
+    dist.distributed_c10d._world.group_count = 0
+    timeout = timedelta(seconds=settings.timeout)
+    dist.init_process_group(
+        "ringreduce", store=store, rank=rank, world_size=size, timeout=timeout, pg_options=settings.options
+    )
 
 
 def destroy_groups() -> None:

@@ -9,12 +9,12 @@ The vote of a commit carries the measurements to all members, so all come to the
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections import deque
 from dataclasses import dataclass
 
+from ringreduce.coordination.endpoint import address_of
 from ringreduce.coordination.protocol import Member
 
 STEPS, LATEST_IN, COSTS = 100, 0.9, 0.1
@@ -102,8 +102,8 @@ class Lateness:
         return self._late(rank, lost, took)
 
     def _late(self, rank: int, lost: int, took: int) -> Late:
-        who = json.loads(self._members[rank].address)
-        return Late(rank, who["host"], who["pid"], MICRO * lost, lost / took if took else 0.0)
+        who = address_of(self._members[rank]).who
+        return Late(rank, who.host, who.pid, MICRO * lost, lost / took if took else 0.0)
 
 
 def _waited() -> float:

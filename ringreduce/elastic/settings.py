@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ringreduce.config import Options
-from ringreduce.coordination.endpoint import address_of_this_process, settings_of
+from ringreduce.coordination.endpoint import Address, address_of
+from ringreduce.coordination.process import identity
 from ringreduce.coordination.protocol import Member, View
 from ringreduce.coordination.watch import Watch
 from ringreduce.elastic.context import WorldContext
@@ -28,8 +29,8 @@ class Settings:
     timeout: float
     least: int
     unit: int
-    place: int
-    """This process's place in its unit."""
+    position: int
+    """This process's position in its unit."""
     most: int
     patience: float
     expel_after: float
@@ -43,12 +44,12 @@ class Settings:
     def member(self) -> Member:
         """This process as a member."""
         endpoint = self.context.ready.endpoint if self.context.ready else None
-        settings = self.alike() | {"place": self.place}
-        return Member(self.me, address_of_this_process(self.context.ledger_place(), endpoint, settings))
+        settings = self.alike() | {"position": self.position}
+        return Member(self.me, Address(identity(), self.context.ledger_address(), endpoint, settings).dump())
 
     def check(self, other: Member, who: str) -> None:
         """Raises `InvalidArgument` if another process was started differently."""
-        theirs = settings_of(other)
+        theirs = address_of(other).settings
         for name, mine in self.alike().items():
             if theirs[name] != mine:
                 raise InvalidArgument(
@@ -57,8 +58,9 @@ class Settings:
 
     def room_for(self, size: int, waiting: tuple[Member, ...]) -> tuple[Member, ...]:
         """The first of the waiting processes, in whole units, for which there is room beside `size` members."""
-        by_place = [[each for each in waiting if settings_of(each)["place"] == place] for place in range(self.unit)]
-        units = list(zip(*by_place, strict=False))[: max(self.most - size, 0) // self.unit]
+        position = {each: address_of(each).settings["position"] for each in waiting}
+        alike = [[each for each in waiting if position[each] == wanted] for wanted in range(self.unit)]
+        units = list(zip(*alike, strict=False))[: max(self.most - size, 0) // self.unit]
         return tuple(member for each in units for member in each)
 
     def get_ready(self, wire: Wire | None) -> None:

@@ -26,13 +26,12 @@ from ringreduce.coordination.protocol import View
 from ringreduce.coordination.store import Bounded, Values
 from ringreduce.coordination.torch_store import KeyStore
 from ringreduce.elastic.context import WorldContext
-from ringreduce.elastic.groups import destroy_groups
+from ringreduce.elastic.groups import destroy_groups, init_group
 from ringreduce.elastic.settings import Settings
 from ringreduce.elastic.world import World, founded, joined
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, RingReduceError, SystemFailure, TooFewRanks
 from ringreduce.groups.exchange import known_beforehand
-from ringreduce.groups.links import links_of
-from ringreduce.groups.lookup import backend_of
+from ringreduce.groups.lookup import backend_of, links_of
 from ringreduce.groups.ready import ready_for_a_group
 
 SLACK = 5.0
@@ -80,7 +79,7 @@ def start(
         by the same number of ranks, so a spare on the same host changes no bit of the result.
     `unit`: the number of consecutive ranks that are in together or not at all, such as those that hold one replica. If
         one of them is lost, the others of its unit raise `Expelled`. Waiting processes are let in by whole units, in
-        which a process with rank r takes place r % unit.
+        which a process with rank r takes position r % unit.
     `patience`: how long to wait for joiners when there are too few members, and for a directory that is out of reach.
         A process that waits to be let in waits as long for a store that is out of reach.
     `expel_after`: how long to wait for a living member that does not report in a change; by default `timeout`.
@@ -112,7 +111,7 @@ def start(
         timeout=timeout.total_seconds(),
         least=least,
         unit=unit,
-        place=rank % unit,
+        position=rank % unit,
         most=founders if spares else sys.maxsize,
         patience=patience.total_seconds(),
         expel_after=silence.total_seconds(),
@@ -227,17 +226,9 @@ def _found(settings: Settings, founding: Founding, rank: int, size: int, attempt
     return _join(settings)  # the others have made the group with an earlier process of this rank, and go on
 
 
-def _first_view(settings: Settings, rank: int, size: int, place: Store) -> View:
-    """Makes the first group, whose ranks meet in `place`, and returns the view of its members."""
-    dist.distributed_c10d._world.group_count = 0  # it is part of the group's name: see `groups.make_group`
-    dist.init_process_group(
-        "ringreduce",
-        store=place,
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=settings.timeout),
-        pg_options=settings.options,
-    )
+def _first_view(settings: Settings, rank: int, size: int, store: Store) -> View:
+    """Makes the first group, whose ranks meet in `store`, and returns the view of its members."""
+    init_group(store, rank, size, settings)
     if not links_of(backend_of(None)):  # all ranks are on one host
         settings.context.share_ledger(rank)
     everyone: list[Any] = [None] * size

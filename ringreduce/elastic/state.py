@@ -15,19 +15,8 @@ from ringreduce.errors import InvalidArgument, TooFewRanks
 
 PIECE = 64 << 20
 """Bytes of a tensor that are broadcast at once. A rank that takes no state holds no more of it than this."""
-_PLAIN = (
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    np.generic,
-    torch.dtype,
-    torch.device,
-    enum.Enum,
-)  # bool is an int
-"""Types of values without parts, which mean the same on every rank."""
+_PLAIN = (int, float, complex, str, bytes, type(None), np.generic, torch.dtype, torch.device, enum.Enum)
+"""Types of values without parts, which mean the same on every rank. A bool is an int."""
 _OF_ITS_RANK = (torch.utils.data.Sampler, torch.utils.data.DataLoader, torch.utils.data.Dataset)
 """Types of which each rank has its own."""
 
@@ -76,7 +65,7 @@ class State:
 
         def pass_on(path: pytree.KeyPath, leaf: Any) -> Any:
             if not isinstance(leaf, _Announced):
-                return _placed(leaf, own.get(path)) if loads else leaf
+                return _filled_in(leaf, own.get(path)) if loads else leaf
             if loads:
                 return _receive(leaf, own.get(path), source, filled)
             return _broadcast(leaf, _bytes(own[path]) if sends else None, source)
@@ -124,7 +113,7 @@ class Holder:
         # If no member has the state yet, nobody has taken a step, and the state of any founder that took none will do.
         if not all(bool(flags[first::unit].any()) for first in range(unit)):
             raise TooFewRanks("every member that had the state is lost; start again from a checkpoint")
-        for first in range(unit):  # a member takes the state of the same place in another unit
+        for first in range(unit):  # a member takes the state of the same position in another unit
             source = first + unit * int(flags[first::unit].argmax())
             takes = not self._has_state and rank != source and rank % unit == first
             self._founder = self._founder and not takes  # if sharing fails, its state is a mixture
@@ -178,7 +167,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _placed(value: Any, own: Any) -> Any:
+def _filled_in(value: Any, own: Any) -> Any:
     """Returns `own`, with the value, if it is a generator or an array that can take it; else the value."""
     if type(own) is not type(value):
         return value

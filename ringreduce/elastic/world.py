@@ -16,23 +16,15 @@ import torch.distributed as dist
 from ringreduce import tuning  # noqa: F401  imported early: a member that becomes rank 0 must not lose time with it
 from ringreduce.coordination.endpoint import member_has_ended
 from ringreduce.coordination.join_queue import JoinWatcher
-from ringreduce.coordination.protocol import Member, Report, View, place
+from ringreduce.coordination.protocol import Member, Report, View, log_key
 from ringreduce.coordination.rounds import Membership
 from ringreduce.coordination.wait import every, wait_for
 from ringreduce.elastic.groups import destroy_groups, is_of_group, make_group, rebind
 from ringreduce.elastic.lateness import Late, Lateness, warn
 from ringreduce.elastic.settings import Settings
 from ringreduce.elastic.state import Holder, State
-from ringreduce.errors import (
-    CollectiveTimeout,
-    Expelled,
-    InvalidArgument,
-    PeerLost,
-    RingReduceError,
-    TooFewRanks,
-)
-from ringreduce.groups.links import links_of
-from ringreduce.groups.lookup import backend_of
+from ringreduce.errors import CollectiveTimeout, Expelled, InvalidArgument, PeerLost, RingReduceError, TooFewRanks
+from ringreduce.groups.lookup import backend_of, links_of
 
 if TYPE_CHECKING:
     from ringreduce.groups.between_hosts import Wire
@@ -117,11 +109,11 @@ class World:
         """Declares what all members hold alike and what joiners receive. Returns it as an object with these attributes.
 
         A part is an object with `state_dict` and `load_state_dict`, such as a model or an optimizer, or a plain value.
-        A sampler or a data loader is no part, since each rank has its own: make it from `rank` and `size`, and again in
-        `on_change`.
+        A sampler or a data loader is no part: make it from `rank` and `size`, and again in `on_change`.
         Every member must call this once, before any other call on the group. It gives all members the state of the
-        first one; with `unit`, that of the same place in the first unit. A tensor, NumPy array or generator is filled
-        in place, also in a list or dictionary, if it has the same shape and dtype. Other plain values are replaced.
+        first one; with `unit`, that of the same position in the first unit. A tensor, NumPy array or generator is
+        filled in place, also in a list or dictionary, if it has the same shape and dtype. Other plain values are
+        replaced.
 
         After each change, every `DistributedDataParallel` model among the parts is bound to the new group. Make such a
         model with `init_sync=False`, since this call makes the members' states equal.
@@ -459,7 +451,7 @@ class World:
         """Reports before this process closes its connections, so that the others do not take it for dead."""
         report = self._report(error)
         with contextlib.suppress(RuntimeError, OSError):  # `_change` will report again
-            self._settings.context.directory().append(place(self.epoch), report.line(self._settings.me))
+            self._settings.context.directory().append(log_key(self.epoch), report.line(self._settings.me))
 
     def _joiners(self, patience: float) -> tuple[Member, ...]:
         """The processes that wait to join, as many as there is room for. Waits `patience` seconds for the first."""

@@ -34,13 +34,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ringreduce.common import failures
-from ringreduce.common.failures import (
-    CollectiveMismatch,
-    CollectiveTimeout,
-    PeerLost,
-    RingReduceError,
-    SystemFailure,
-)
+from ringreduce.common.failures import CollectiveMismatch, CollectiveTimeout, PeerLost, RingReduceError, SystemFailure
 from ringreduce.common.ranks import call_ranks
 from ringreduce.coordination.endpoint import Endpoint, PreparedEndpoint
 from ringreduce.coordination.process import Who, has_ended, identity, process_began
@@ -185,7 +179,7 @@ class Exchange:
 
     def wait_for_rank_0(self) -> None:
         """Returns when this rank takes part in what rank 0 makes."""
-        self.wait(_asleep(self.follow))
+        self._find(self.follow)
 
     def counts_in(self, roster: Mapping[str, Any]) -> bool:
         """Whether what rank 0 has told of all ranks has the arrival of this one in it, and not one of an earlier
@@ -205,15 +199,7 @@ class Exchange:
     def come_to_roster(self, phase: str) -> Any:
         """The same, once it is there."""
         self.wait_for_rank_0()
-        roster: Any = None
-
-        def look() -> bool:
-            nonlocal roster
-            roster = self.roster(phase)
-            return roster is not None
-
-        self.wait(_asleep(look))
-        return roster
+        return self._find(lambda: self.roster(phase))
 
     def _set_arrival(self, failed: tuple[str, str, int] | None = None) -> None:
         arrival = Arrival(self.id, identity(), time.time(), self.ranks, failed)
@@ -293,7 +279,7 @@ class Exchange:
             return self.endpoints[rank]
         key = f"{self.prefix}/{phase}/{rank}"
         if deadline:
-            return json.loads(self._come(key, lambda: [rank], deadline))
+            return json.loads(self._find(lambda: value_of(self.store, key), lambda: [rank], deadline))
         return json.loads(self.store.get(key))
 
     def has_told(self, phase: str, rank: int) -> bool:
@@ -306,21 +292,23 @@ class Exchange:
 
     def answer(self, phase: str, deadline: float | None = None) -> Any:
         """What rank 0 has published, or will."""
-        text = self._come(f"{self.prefix}/{phase}", None, deadline)
+        text = self._find(lambda: value_of(self.store, f"{self.prefix}/{phase}"), None, deadline)
         passed(f"{phase}: answered")
         return json.loads(text)
 
-    def _come(self, key: str, whom: Callable[[], list[int]] | None, deadline: float | None) -> bytes:
-        """The value of a key, once it is there."""
-        found: list[bytes] = []
+    def _find(
+        self, look: Callable[[], Any], whom: Callable[[], list[int]] | None = None, deadline: float | None = None
+    ) -> Any:
+        """What `look` returns, once that is true. There is nothing to wait at but time. Arguments as of `wait`."""
+        found: list[Any] = []
 
-        def look() -> bool:
-            if (value := value_of(self.store, key)) is not None:
-                found.append(value)
-            return bool(found)
+        def ready(pause: float) -> bool:
+            time.sleep(pause)
+            found.append(look())
+            return bool(found[-1])
 
-        self.wait(_asleep(look), whom, deadline)
-        return found[0]
+        self.wait(ready, whom, deadline)
+        return found[-1]
 
     def collect(self, phase: str) -> list[Any]:
         """What all ranks have told."""
@@ -342,7 +330,7 @@ class Exchange:
             self._looked = time.monotonic() if look else self._looked
             return [rank for rank in range(self.size) if rank not in came]
 
-        self.wait(_asleep(lambda: self.store.check(keys)), late)
+        self._find(lambda: self.store.check(keys), late)
         multi_get = getattr(self.store, "multi_get", None)
         texts = multi_get(keys) if multi_get else map(self.store.get, keys)
         passed(f"{phase}: collected")
@@ -498,13 +486,3 @@ class Exchange:
 _over: set[tuple[int, str]] = set()
 """(rank, id) of arrivals that concern no later attempt of this rank in this process, and what the rank itself has said
 in vain."""
-
-
-def _asleep(ready: Callable[[], bool]) -> Callable[[float], bool]:
-    """For `Exchange.wait`, where there is nothing to wait at but time."""
-
-    def after(pause: float) -> bool:
-        time.sleep(pause)
-        return ready()
-
-    return after

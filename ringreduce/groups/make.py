@@ -38,17 +38,18 @@ from ringreduce.config import (
     slicing_for,
     slot_bytes_for,
 )
+from ringreduce.coordination.endpoint import Config
 from ringreduce.coordination.ledger import Ledger, ledger_bytes
+from ringreduce.coordination.process import identity
 from ringreduce.coordination.torch_store import KeyStore
 from ringreduce.errors import SystemFailure, TopologyError
 from ringreduce.groups.arena import open_arena, share_allocations
 from ringreduce.groups.choices import Choices, add_plans
 from ringreduce.groups.decision import Decision, decide, decide_by_endpoints, decide_over_gloo
-from ringreduce.groups.exchange import Exchange, beforehand, passed
-from ringreduce.groups.links import registered, remember
-from ringreduce.groups.lookup import found_in
-from ringreduce.groups.meet import meet
-from ringreduce.groups.ready import agreed, place_of
+from ringreduce.groups.exchange import WHO, Exchange, beforehand, passed
+from ringreduce.groups.lookup import found_in, registered, remember
+from ringreduce.groups.meet import agree_on_config, meet
+from ringreduce.groups.ready import agreed, location_of
 from ringreduce.groups.survivors import Lineage, Survivors, known_ends, shrinking, survivors_of, use_instead
 
 if TYPE_CHECKING:
@@ -223,7 +224,7 @@ def _make_with_memory(
         if before.prepared
         else decision_of_rank_0,
         memory,
-        place_of(options),
+        location_of(options),
         arena,
         before.prepared,
     )
@@ -297,12 +298,9 @@ def _make_over_gloo(
     options: Options,
     settings: Callable[..., _C.Settings],
 ) -> tuple[_C.ProcessGroupRing, Decision, None]:
-    from ringreduce.groups.roster import call_roll
-
     rank, size = exchange.rank, exchange.size
-    decision_of_rank_0 = functools.partial(decide_over_gloo, exchange.ranks, options)
-    roster = call_roll(exchange, agreed(options), decision_of_rank_0)
-    decision = Decision.load(roster.decision)
+    names, decided = _call_roll(exchange, agreed(options), functools.partial(decide_over_gloo, exchange.ranks, options))
+    decision = Decision.load(decided)
     if decision.error:
         raise TopologyError(decision.error, 0)
     try:
@@ -313,17 +311,39 @@ def _make_over_gloo(
     group = _C.ProcessGroupRing.over(
         backend=gloo,
         store=store,
-        names=_names(exchange, roster.names),
+        names=_names(exchange, names),
         channels=max(options.channels, decision.channels),
         settings=settings(
             decision,
-            roster.names,
+            names,
             None,
             least_slice_bytes=options.least_slice_bytes or LEAST_SLICE_GLOO,
             most_slice_bytes=MOST_SLICE_GLOO,
         ),
     )
     return group, decision, None
+
+
+def _call_roll(exchange: Exchange, config: Config, decide: Callable[[], str]) -> tuple[list[tuple[str, int]], str]:
+    """Joins this rank with the others by the store alone, where another backend joins them, on one host or on several.
+
+    Returns host and pid of each rank, and what rank 0's `decide` said, when rank 0 has seen all. Raises as `meet`.
+    """
+
+    def answer(ranks: list[Any]) -> dict[str, Any]:
+        agree_on_config(exchange, ranks)
+        return {"who": [each["who"] for each in ranks], "ids": [each["id"] for each in ranks], "decision": decide()}
+
+    try:
+        exchange.arrive({"who": identity(), "config": config})
+        if exchange.rank == 0:
+            roster = exchange.publish(WHO, exchange.decide(answer, exchange.collect(WHO)))
+        else:
+            roster = exchange.come_to_roster(WHO)
+    except BaseException as error:
+        exchange.give_up(error)
+        raise
+    return [(str(host), int(pid)) for host, pid, *_ in roster["who"]], str(roster["decision"])
 
 
 def _settings(
@@ -395,18 +415,18 @@ def _regroup(
     part = f"{why}/{'_'.join(map(str, ranks))}"  # the same ranks may meet there again and again
     members = [global_ranks[r] for r in ranks]
 
-    def make(place: Store, family: Family | None = None) -> _C.ProcessGroupRing:
-        with _exchange(place, ranks.index(rank), members, timeout, (survivors, ranks)) as exchange:
+    def make(there: Store, family: Family | None = None) -> _C.ProcessGroupRing:
+        with _exchange(there, ranks.index(rank), members, timeout, (survivors, ranks)) as exchange:
             return _make(exchange, f"{name}/{part}", timeout, options, family)
 
     if why == "split":
         with known_ends(group, ranks):
             return make(PrefixStore(part, store))
     family = (survivors.lineage, [survivors.first_ranks[r] for r in ranks])
-    with shrinking(group, survivors, ranks, timeout.total_seconds()) as place:
-        smaller = make(place, family)
-    if isinstance(place, KeyStore):
-        use_instead(place, group)
+    with shrinking(group, survivors, ranks, timeout.total_seconds()) as there:
+        smaller = make(there, family)
+    if isinstance(there, KeyStore):
+        use_instead(there, group)
     return smaller
 
 

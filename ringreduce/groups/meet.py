@@ -130,7 +130,7 @@ def meet(
     config: Config,
     decide: Decide,
     memory: OpenMemory | None = None,
-    place: Location = Location(),
+    location: Location = Location(),
     arena: int = -1,
     prepared: PreparedEndpoint | None = None,
 ) -> Meeting:
@@ -142,16 +142,16 @@ def meet(
     may read it. `arena` is the descriptor of its process's arena, which stays the caller's; -1: none. `prepared`: this
     rank's endpoint, where `exchange` has those of all ranks; then `decide` is called on the first rank of each host.
     Raises `CollectiveTimeout` naming the ranks that did not come in time, `InvalidArgument` if configurations
-    differ or `place` cannot be, `TopologyError` if all have to be on one host and are not, `CollectiveMismatch` if
+    differ or `location` cannot be, `TopologyError` if all have to be on one host and are not, `CollectiveMismatch` if
     another rank makes a group of other ranks, `PeerLost` if another rank has raised one of these for itself, or has
     died.
     """
     rank, size = exchange.rank, exchange.size
     try:
-        with contextlib.closing(prepared or PreparedEndpoint(place, config, memory)) as ready:
+        with contextlib.closing(prepared or PreparedEndpoint(location, config, memory)) as ready:
             me = _Announced(exchange, ready)
             exchange.arrive(ready.endpoint)
-            roster, leader = _find(me, place, decide)
+            roster, leader = _find(me, location, decide)
             passed("roster: known")
             here = next(host for host in roster["hosts"] if rank in host)
             for r, who in enumerate(roster["who"]):
@@ -164,7 +164,7 @@ def meet(
             else:
                 memfd, members = _lead(me, roster, here, segment_bytes(str(roster["decision"])), own)
             try:
-                door, doors = _addresses(me, place) if len(roster["hosts"]) > 1 else (None, [])
+                door, doors = _addresses(me, location) if len(roster["hosts"]) > 1 else (None, [])
             except BaseException:
                 close_all([memfd, *(fd for member in members for fd in member.descriptors())])
                 raise
@@ -191,7 +191,7 @@ def meet(
         threads=[int(key[0]) for key in roster["memory"]] if all(member.near for member in members) else [],
         hosts=roster["hosts"],
         labels=roster["labels"],
-        secret=group_secret(bytes.fromhex(roster["secret"]), place.secret_file),
+        secret=group_secret(bytes.fromhex(roster["secret"]), location.secret_file),
         door=door,
         doors=doors,
         exchange=exchange,
@@ -220,13 +220,13 @@ def _hosts(ranks: Sequence[Endpoint]) -> list[list[int]]:
     return list(machines.values())
 
 
-def _roster(exchange: Exchange, ranks: Sequence[Endpoint], place: Location, decide: Decide) -> Roster:
+def _roster(exchange: Exchange, ranks: Sequence[Endpoint], location: Location, decide: Decide) -> Roster:
     """What all are told, by what each has told."""
     for r, other in enumerate(ranks):
         exchange.know(r, other["who"])
     agree_on_config(exchange, ranks)
     hosts = _hosts(ranks)
-    if place.transport == "shared_memory" and len(hosts) > 1:
+    if location.transport == "shared_memory" and len(hosts) > 1:
         one, another = exchange.describe(0), exchange.describe(hosts[1][0])
         raise TopologyError(
             f"{one} and {another} are on different hosts: ranks on several hosts (or in separate network "
@@ -260,12 +260,12 @@ class _Leader(NamedTuple):
     roster: Roster
 
 
-def _find(me: _Announced, place: Location, decide: Decide) -> tuple[Roster, _Leader | None]:
+def _find(me: _Announced, location: Location, decide: Decide) -> tuple[Roster, _Leader | None]:
     """The roster, and the leader of this rank's host; None if it is this rank."""
     exchange = me.exchange
     leader_by_endpoints = next((host[0] for host in _hosts(exchange.endpoints) if me.rank in host), None)
     if me.rank == (leader_by_endpoints or 0):
-        roster = exchange.decide(lambda ranks: _roster(exchange, ranks, place, decide), exchange.collect(WHO))
+        roster = exchange.decide(lambda ranks: _roster(exchange, ranks, location, decide), exchange.collect(WHO))
         if len(roster["hosts"]) > 1 and not exchange.endpoints:
             exchange.publish("roster", roster)
         return roster, None
@@ -456,11 +456,11 @@ def _lost(exchange: Exchange, rank: int, error: Exception) -> RingReduceError:
     return PeerLost(f"making the group: {exchange.describe(rank)} died or left: {error}", rank)
 
 
-def _addresses(me: _Announced, place: Location) -> tuple[Door, list[list[Address]]]:
+def _addresses(me: _Announced, location: Location) -> tuple[Door, list[list[Address]]]:
     """This rank's door for other hosts, which is the caller's from now on, and where the doors of all ranks are."""
     from ringreduce.network.sockets import Address
 
-    door = me.ready.door or door_at(place)
+    door = me.ready.door or door_at(location)
     me.ready.door = None
     doors = [endpoint["door"] for endpoint in me.exchange.endpoints]
     if not doors or None in doors:

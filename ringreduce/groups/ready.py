@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ringreduce.groups.between_hosts import Wire
 
 
-def place_of(options: Options) -> Location:
+def location_of(options: Options) -> Location:
     """The options that say where a rank is and how others reach it."""
     return Location(options.transport, options.host_id, options.socket_ifname, options.secret_file, options.ports)
 
@@ -40,4 +40,4 @@ def ready_for_a_group(options: Options | None, listens: bool, wire: Wire | None 
     if options.transport == "gloo" or options.hosts_file:  # rank 0 reads the file, and must tell the others
         return None
     memory = _C.OpenMemory() if options.fetch else None
-    return PreparedEndpoint(place_of(options), agreed(options), memory, listens, wire)
+    return PreparedEndpoint(location_of(options), agreed(options), memory, listens, wire)

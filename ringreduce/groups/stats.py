@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from ringreduce import _C
 from ringreduce.groups.between_hosts import LinkStats, Wire
-from ringreduce.groups.links import all_links, links_of, registered
-from ringreduce.groups.lookup import backend_of
+from ringreduce.groups.lookup import all_links, backend_of, links_of, registered
 from ringreduce.topology.group_plans import GroupTopology, OnHost
 from ringreduce.topology.live import probe
 from ringreduce.tuning import measured_memory

@@ -99,7 +99,7 @@ class Lineage:
         advice = "it cannot come back into a group that was shrunk"
         return Membership(directory, self.names[self.rank], first, advice=advice)
 
-    def place(self, epoch: int) -> Store:
+    def store_for(self, epoch: int) -> Store:
         """The store in which the group of the view of `epoch` is made. On one host it needs no other process."""
         if isinstance(self._source, Ledger):
             return KeyStore(self._source, f"epoch {epoch}/")
@@ -173,7 +173,7 @@ def shrinking(group: ProcessGroupRing, survivors: Survivors, wanted: list[int], 
         if all(json.loads(member.address) is not None for member in view.members):
             break  # else some ranks have only called `agree`, and shrink the group in a later round
     with known_ends(group, wanted), _culprit_before(wanted):
-        yield survivors.lineage.place(view.epoch)
+        yield survivors.lineage.store_for(view.epoch)
 
 
 def _raise_if_lists_differ(survivors: Survivors, view: View) -> None:
@@ -215,8 +215,8 @@ def known_ends(group: ProcessGroupRing, wanted: list[int]) -> contextlib.Abstrac
     return known_beforehand(ended=lambda: [wanted.index(rank) for rank in group.ended() if rank in wanted])
 
 
-def use_instead(place: KeyStore, group: ProcessGroupRing) -> None:
-    """Makes torch use `place` as the store of the process group of `group`, and so of the smaller one.
+def use_instead(store: KeyStore, group: ProcessGroupRing) -> None:
+    """Makes torch use `store` as the store of the process group of `group`, and so of the smaller one.
 
     torch would make a copy of the store that the group was made with. The copy of a `TCPStore` is a new connection, for
     which it waits for minutes if the launcher has died.
@@ -224,4 +224,4 @@ def use_instead(place: KeyStore, group: ProcessGroupRing) -> None:
     groups = dist.distributed_c10d._world.pg_map
     for process_group, (backend, _) in list(groups.items()):
         if found_in(process_group) is group:
-            groups[process_group] = backend, place
+            groups[process_group] = backend, store

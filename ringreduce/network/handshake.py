@@ -22,10 +22,13 @@ import hmac
 import secrets
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ringreduce.network.paths import Path
+
+Result = TypeVar("Result")
 
 VERSION = 1
 
@@ -115,9 +118,9 @@ class Handshake:
             raise Refused("proof", "its proof is wrong: it does not know the group's secret")
         return Connection(connection, hello, nonce, path)
 
-    async def joins(self, one: Connection, place: int, total: int) -> None:
-        """As the dialer: says that this is connection `place` of `total`."""
-        join = JOIN.pack(place, total)
+    async def joins(self, one: Connection, index: int, total: int) -> None:
+        """As the dialer: says that this is connection `index` of `total`."""
+        join = JOIN.pack(index, total)
         proof = self._proof(b"joins" + join, one.hello, one.nonce)
         await asyncio.get_running_loop().sock_sendall(one.socket, join + proof)
 
@@ -127,8 +130,8 @@ class Handshake:
         proof = await _read(one.socket, _DIGEST)
         if not hmac.compare_digest(proof, self._proof(b"joins" + join, one.hello, one.nonce)):
             raise Refused("proof")
-        place, total = JOIN.unpack(join)
-        return place, total
+        index, total = JOIN.unpack(join)
+        return index, total
 
     async def is_ready(self, one: Connection) -> bool:
         """As the dialer: waits until the door has all connections; False: it has not taken them."""
@@ -141,6 +144,14 @@ class Handshake:
 async def say_ready(connection: socket.socket) -> None:
     """As the door: all connections of the session are here."""
     await asyncio.get_running_loop().sock_sendall(connection, READY)
+
+
+async def within(seconds: float, what: Awaitable[Result]) -> Result:
+    """What `what` returns. Raises `OSError` if that takes longer than `seconds`."""
+    try:
+        return await asyncio.wait_for(what, seconds)
+    except asyncio.TimeoutError:
+        raise OSError(f"no answer in {seconds:g} s") from None
 
 
 async def _read(connection: socket.socket, size: int) -> bytes:

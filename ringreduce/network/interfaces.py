@@ -14,15 +14,7 @@ import socket
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from ipaddress import (
-    IPv4Interface,
-    IPv4Network,
-    IPv6Interface,
-    IPv6Network,
-    ip_address,
-    ip_interface,
-    ip_network,
-)
+from ipaddress import IPv4Interface, IPv4Network, IPv6Interface, IPv6Network, ip_address, ip_interface, ip_network
 from pathlib import Path
 
 from ringreduce.common.failures import InvalidArgument

@@ -30,16 +30,16 @@ import threading
 import time
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from ringreduce.common.failures import Aborted, CollectiveTimeout, PeerLost, SystemFailure
 from ringreduce.common.ranks import call_ranks
-from ringreduce.network.handshake import SESSION, Connection, Handshake, Refused, say_ready
+from ringreduce.network.handshake import SESSION, Connection, Handshake, Refused, say_ready, within
 from ringreduce.network.interfaces import Interface
 from ringreduce.network.paths import Path, Rail, interface_of, paths_to, rails_to, spread
-from ringreduce.network.sockets import Address, host_and_port, listen, reason, round_trip, set_options
+from ringreduce.network.sockets import Address, host_and_port, listen_at, reason, round_trip, set_options
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +61,6 @@ MOST_CONNECTIONS = 1024
 
 _NO_ANSWER = "no answer"
 
-_Result = TypeVar("_Result")
-
 
 class Peer(NamedTuple):
     """Another rank: its host's name, its process, and where its door listens."""
@@ -83,7 +81,7 @@ class Contact(NamedTuple):
 
 @dataclass
 class _ConnectionSet:
-    """The connections of one session that have come to the door so far, by their place."""
+    """The connections of one session that have come to the door so far, by their index."""
 
     sockets: dict[int, tuple[socket.socket, str]] = field(default_factory=dict)
     complete: asyncio.Event = field(default_factory=asyncio.Event)
@@ -96,25 +94,13 @@ class Door:
     Raises `SystemFailure` if none can be bound. Connections use all pairs of interfaces, here and there, that have a
     subnet in common; if none, the first that is reached. `named` says that the user named these interfaces: then
     connections are bound to their addresses, and if they are several each is used, with that of the peer that has its
-    name or place in the order. Without `ports` it does not listen, and serves to go to others.
+    name or position in the order. Without `ports` it does not listen, and serves to go to others.
     """
 
     def __init__(self, interfaces: Sequence[Interface], named: bool = False, ports: Sequence[int] = (0,)) -> None:
         self._interfaces, self._named = list(interfaces), named
-        self._listeners: list[tuple[socket.socket, Interface]] = []
-        self.addresses: list[Address] = []
-        failures = []
-        for interface in interfaces if ports else ():
-            for address in interface.addresses:
-                try:
-                    listener = listen(address, interface, ports)
-                except OSError as error:
-                    failures.append(f"{address.ip} ({interface.name}): {reason(error)}")
-                    continue
-                self._listeners.append((listener, interface))
-                self.addresses.append(Address(interface.name, str(address), listener.getsockname()[1]))
-        if ports and not self._listeners:
-            raise SystemFailure(f"cannot listen for other hosts: {'; '.join(failures) or 'no interface is given'}")
+        self._listeners = listen_at(interfaces, ports) if ports else []
+        self.addresses = [address for _, address in self._listeners]
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._unproven: dict[asyncio.Task[None], float] = {}
@@ -179,11 +165,7 @@ class Door:
             raise SystemFailure(f"cannot listen for other hosts: {reason(error)}") from None
 
     def connect(
-        self,
-        peers: Iterable[int],
-        deadline: float,
-        patience: float = 0.0,
-        look: Callable[[], None] | None = None,
+        self, peers: Iterable[int], deadline: float, patience: float = 0.0, look: Callable[[], None] | None = None
     ) -> None:
         """Returns when the connections with all these peers are delivered, whichever side made them.
 
@@ -236,7 +218,7 @@ class Door:
         for task in listening:
             task.cancel()
 
-    async def _accept(self, listener: socket.socket, interface: Interface) -> None:
+    async def _accept(self, listener: socket.socket, address: Address) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -246,7 +228,7 @@ class Door:
                 await asyncio.sleep(0.1)
                 continue
             await self._make_room()
-            task = asyncio.create_task(self._receive(connection, interface))
+            task = asyncio.create_task(self._receive(connection, address.interface))
             self._unproven[task] = time.monotonic()
             task.add_done_callback(lambda task: self._unproven.pop(task, None))
             await asyncio.sleep(0)  # those that are here already have their turn
@@ -262,12 +244,12 @@ class Door:
                 self.counts["crowd"] += 1
                 oldest.cancel()
 
-    async def _receive(self, connection: socket.socket, interface: Interface) -> None:
+    async def _receive(self, connection: socket.socket, interface: str) -> None:
         """The life of a connection that came to the door, until it is delivered or refused."""
         with connection:  # which closes nothing once it is delivered
             try:
                 connection.setblocking(False)
-                path = Path((interface.name, ""), None, connection.getpeername())
+                path = Path((interface, ""), None, connection.getpeername())
                 admission = self._handshake.admit(connection, path, lambda peer: self._any or peer in self._peers)
                 peer, session, admitted = await asyncio.wait_for(admission, HANDSHAKE_SECONDS)
                 self._unproven.pop(_this_task(), None)
@@ -280,7 +262,7 @@ class Door:
                     await asyncio.wait_for(self._join(peer, session, admitted), SET_SECONDS)
             except Refused as refused:
                 self.counts[refused.reason] += 1
-                log.info("refused a connection on %s: %s", interface.name, refused.reason)
+                log.info("refused a connection on %s: %s", interface, refused.reason)
             except asyncio.TimeoutError:
                 self.counts["slow"] += 1
             except OSError:
@@ -288,11 +270,11 @@ class Door:
 
     async def _join(self, peer: int, session: bytes, admitted: Connection) -> None:
         """Waits for the other connections of the same session; the last one that comes has all delivered."""
-        place, total = await self._handshake.joined(admitted)
+        index, total = await self._handshake.joined(admitted)
         gathered = self._sets[peer, session]
-        if not place < total <= MOST_CONNECTIONS or place in gathered.sockets:
+        if not index < total <= MOST_CONNECTIONS or index in gathered.sockets:
             raise Refused("garbage")
-        gathered.sockets[place] = admitted.socket, admitted.path.rail[0]
+        gathered.sockets[index] = admitted.socket, admitted.path.rail[0]
         try:
             if len(gathered.sockets) < total:
                 await gathered.complete.wait()
@@ -302,7 +284,7 @@ class Door:
                     raise Refused("twice")
                 for other, _ in gathered.sockets.values():
                     await say_ready(other)
-                self._hand_over(peer, [gathered.sockets[place] for place in range(total)])
+                self._hand_over(peer, [gathered.sockets[index] for index in range(total)])
         finally:
             self._sets.pop((peer, session), None)
             gathered.complete.set()  # all are delivered, or all go
@@ -327,7 +309,9 @@ class Door:
                 description = f"{host_and_port(*here[:2])} -> {host_and_port(*there[:2])} via {interface}"
                 self._deliver(peer, connection.detach(), description)
         except Exception as error:
-            linked.set_exception(error)
+            lost = isinstance(error, OSError) and error.errno == errno.ENOTCONN  # it has ended since it was ready
+            says = f"{self._call(self._rank)} cannot connect with {self._call(peer)}, which died or left"
+            linked.set_exception(PeerLost(says, peer) if lost else error)
             linked.exception()  # so that asyncio does not complain if nobody waits
         else:
             linked.set_result(None)
@@ -459,9 +443,9 @@ class Door:
         async with self._settled(peer):
             if self._linked[peer].done():
                 return False
-            for place, one in enumerate(connections):
+            for index, one in enumerate(connections):
                 tried[one.path] = "it proved who it is, but did not go on"
-                await self._handshake.joins(one, place, len(connections))
+                await self._handshake.joins(one, index, len(connections))
             for one in connections:
                 if not await self._handshake.is_ready(one):
                     return False
@@ -478,9 +462,9 @@ class Door:
             connection.setblocking(False)
             if path.source:
                 connection.bind(path.source)
-            await _within(CONNECT_SECONDS, loop.sock_connect(connection, path.target))
+            await within(CONNECT_SECONDS, loop.sock_connect(connection, path.target))
             self.reached.add(peer)
-            return await _within(HANDSHAKE_SECONDS, self._handshake.introduce(connection, path, peer, number, session))
+            return await within(HANDSHAKE_SECONDS, self._handshake.introduce(connection, path, peer, number, session))
         except BaseException:
             connection.close()
             raise
@@ -491,13 +475,6 @@ class Door:
 
     def _call(self, rank: int, process: str = "") -> str:
         return call_ranks([rank], self._ranks or range(rank + 1), process)
-
-
-async def _within(seconds: float, what: Awaitable[_Result]) -> _Result:
-    try:
-        return await asyncio.wait_for(what, seconds)
-    except asyncio.TimeoutError:
-        raise OSError(f"no answer in {seconds:g} s") from None
 
 
 def _this_task() -> asyncio.Task[None]:

@@ -1,7 +1,7 @@
 """The ways from this host's interfaces to the addresses of another host, and which of them links use.
 
 `named`: whether the user has named this host's interfaces. Then connections are bound to their addresses, and if they
-are several each is used, with that of the peer that has its name or place in the order.
+are several each is used, with that of the peer that has its name or position in the order.
 """
 
 from __future__ import annotations

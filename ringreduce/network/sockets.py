@@ -6,11 +6,11 @@ import errno
 import os
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from ipaddress import ip_interface
 from typing import NamedTuple
 
-from ringreduce.common.failures import InvalidArgument
+from ringreduce.common.failures import InvalidArgument, SystemFailure
 from ringreduce.network.interfaces import Interface, IPInterface
 
 _MIN_RTT = 148  # where struct tcp_info of linux/tcp.h has tcpi_min_rtt
@@ -51,6 +51,22 @@ def listen(address: IPInterface, interface: Interface, ports: Sequence[int]) -> 
                 raise OSError(f"{reason(error)} (the last of ports {ports[0]} to {ports[-1]})") from None
             raise
     raise ValueError("no ports")
+
+
+def listen_at(interfaces: Iterable[Interface], ports: Sequence[int]) -> list[tuple[socket.socket, Address]]:
+    """Listens at all addresses of the interfaces that can be bound. Raises `SystemFailure` if none can."""
+    listeners, failures = [], []
+    for interface in interfaces:
+        for address in interface.addresses:
+            try:
+                listener = listen(address, interface, ports)
+            except OSError as error:
+                failures.append(f"{address.ip} ({interface.name}): {reason(error)}")
+            else:
+                listeners.append((listener, Address(interface.name, str(address), listener.getsockname()[1])))
+    if not listeners:
+        raise SystemFailure(f"cannot listen for other hosts: {'; '.join(failures) or 'no interface is given'}")
+    return listeners
 
 
 def parse_ports(text: str) -> Sequence[int]:

@@ -57,7 +57,7 @@ def neighbours(rank: int, size: int) -> set[int]:
 
 def run(rank: int, size: int, folder: str) -> None:
     meeting = meet(
-        Exchange(FolderStore(folder), rank, size, 60.0), lambda _: 4096, {}, lambda *_: "", place=Location("tcp")
+        Exchange(FolderStore(folder), rank, size, 60.0), lambda _: 4096, {}, lambda *_: "", location=Location("tcp")
     )
     assert meeting.door is not None
     links: dict[int, list[socket.socket]] = {}

@@ -248,7 +248,7 @@ def learned(ids: str, wire: Wire | None, absent: str = "") -> list[Wire]:
 
     def one(rank: int) -> Wire:
         exchange = Exchange(store, rank, size, 30.0)
-        meeting = meet(exchange, lambda _: 4096, {}, lambda *_: "", place=Location(host_id=ids[rank]))
+        meeting = meet(exchange, lambda _: 4096, {}, lambda *_: "", location=Location(host_id=ids[rank]))
         order = tuple(map(tuple, meeting.hosts))
         links = Links(meeting, "group", rank, order, wire, 1, 10.0)
         try:

@@ -197,7 +197,7 @@ def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
 
 
 def watchers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "ringreduce joins"]
+    return [thread for thread in threading.enumerate() if thread.name == "ringreduce _look_out"]
 
 
 def test_a_join_watcher_never_waits_for_the_store() -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from ringreduce.coordination.ledger import FREE, Ledger
-from ringreduce.coordination.protocol import Member, Report, View, place
+from ringreduce.coordination.protocol import Member, Report, View, log_key
 from ringreduce.coordination.rounds import Membership
 from ringreduce.coordination.store import Bounded, Directory, Under, value_of
 from ringreduce.coordination.torch_store import KeyStore
@@ -195,7 +195,7 @@ def test_who_is_excluded_is_told_by_whom(directories: list[Directory]) -> None:
 def test_others_go_on_without_a_member_that_resigns(directories: list[Directory]) -> None:
     """Also if it had reported before, and they have gone on with it."""
     members = rounds(directories)
-    directories[3].append(place(0), Report().line("3"))
+    directories[3].append(log_key(0), Report().line("3"))
     leave(members[:3], [Report()] * 3)
     members[3].resign(0)
     views = leave(members[:3], [Report()] * 3)

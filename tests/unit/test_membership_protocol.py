@@ -45,7 +45,7 @@ from ringreduce.coordination.protocol import (
     Report,
     State,
     View,
-    place,
+    log_key,
 )
 
 JOINER = Member("joiner")
@@ -312,7 +312,7 @@ class Search:
         after = self.views(directory)
         if after[: len(before)] != before:
             raise Broken(f"{request} changes {before} to {after}")
-        if request.key == place(before[-1].epoch):  # else the line has changed nothing, and is forgotten
+        if request.key == log_key(before[-1].epoch):  # else the line has changed nothing, and is forgotten
             world = world._replace(directory=directory)
         for view in after[len(before) :]:
             world = self.admit(world, view)
@@ -322,7 +322,7 @@ class Search:
     def _views(self, directory: tuple[tuple[str, str], ...]) -> list[View]:
         """The first one, and what follows by the directory."""
         views, logs = [self.first], dict(directory)
-        while (log := logs.get(place(views[-1].epoch))) and (after := self.successor(views[-1], log)):
+        while (log := logs.get(log_key(views[-1].epoch))) and (after := self.successor(views[-1], log)):
             views.append(after)
         return views
 
@@ -454,7 +454,7 @@ def test_a_unit_is_in_or_out() -> None:
     after = protocol.successor(view, log + Report(open=True).line("Y"))
     assert after is not None and after.names == ("Y", "Z", "joiner 0", "joiner 1") and after.lost == ("W", "X")
     assert View.load(after.dump()) == after
-    _, effects = protocol.step(State("W", view), Answer(place(0), log))
+    _, effects = protocol.step(State("W", view), Answer(log_key(0), log))
     assert isinstance(effects[0], Expelled)
 
 

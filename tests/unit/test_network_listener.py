@@ -255,6 +255,20 @@ def test_one_side_makes_the_link(pair: tuple[Member, Member], goes: int) -> None
     assert pair[goes].door.counts == {"accepted": 0}  # only one has gone to the other
 
 
+def test_a_peer_that_ends_right_after_it_was_ready_is_lost(pair: tuple[Member, Member]) -> None:
+    """Its connection is reset before it is delivered: then it has no address any more."""
+    open_all(*pair)
+
+    async def hand_over() -> None:
+        with socket.socket() as reset:
+            pair[0].door._hand_over(1, [(reset, "lo")])
+
+    asyncio.run_coroutine_threadsafe(hand_over(), pair[0].door._loop).result()  # type: ignore[arg-type]
+    with pytest.raises(PeerLost, match="rank 0 cannot connect with rank 1, which died or left") as error:
+        pair[0].connect(1)
+    assert error.value.culprit == 1
+
+
 def test_ranks_that_go_to_each_other_at_once_get_one_link(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both have proved themselves at the other's door before either says JOIN: every round is the race."""
     met = threading.Barrier(2)

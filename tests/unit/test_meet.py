@@ -43,10 +43,10 @@ from ringreduce.network.local import receive
 PAGE = 4096
 
 
-def meet_all(places: list[Location], store: Any = None, timeout: float = 30.0, **other: Any) -> list[Any]:
+def meet_all(locations: list[Location], store: Any = None, timeout: float = 30.0, **other: Any) -> list[Any]:
     """What each rank brings home, or its error."""
     store = HashStore() if store is None else store
-    size = len(places)
+    size = len(locations)
 
     def decide(cores: list[frozenset[int]], near: bool, hosts: list[list[int]], labels: list[str]) -> str:
         assert len(cores) == size and not near
@@ -59,7 +59,9 @@ def meet_all(places: list[Location], store: Any = None, timeout: float = 30.0, *
             given = {key: value(rank) if key in of_rank and callable(value) else value for key, value in given.items()}
             endpoints = given["prepared"].endpoints if given.get("prepared") else ()
             given["prepared"] = given["prepared"].prepared if given.get("prepared") else None
-            return meet(Exchange(store, rank, size, timeout, endpoints), decide=decide, place=places[rank], **given)
+            return meet(
+                Exchange(store, rank, size, timeout, endpoints), decide=decide, location=locations[rank], **given
+            )
         except RingReduceError as error:
             return error
 
@@ -102,9 +104,9 @@ def link_all(meetings: list[Meeting], seconds: float = 20.0) -> dict[tuple[int, 
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-@pytest.mark.parametrize("place", [Location(), Location("shared_memory"), Location(host_id="same")], ids=str)
-def test_one_host_opens_no_door(size: int, place: Location) -> None:
-    meetings = meet_all([place] * size)
+@pytest.mark.parametrize("location", [Location(), Location("shared_memory"), Location(host_id="same")], ids=str)
+def test_one_host_opens_no_door(size: int, location: Location) -> None:
+    meetings = meet_all([location] * size)
     for rank, meeting in enumerate(meetings):
         assert meeting.hosts == [list(range(size))] and meeting.decision == str(meeting.hosts)
         assert meeting.door is None and meeting.doors == []
@@ -146,17 +148,17 @@ def test_several_hosts(ids: str, hosts: list[list[int]]) -> None:
     close(meetings)
 
 
-def prepare(places: list[Location], listens: str = "") -> Callable[[int], Beforehand]:
+def prepare(locations: list[Location], listens: str = "") -> Callable[[int], Beforehand]:
     """All ranks' endpoints, as they come by a store; by `listens`, those with "-" do not listen for other hosts."""
-    own = [PreparedEndpoint(place, {}, listens=listens[r : r + 1] != "-") for r, place in enumerate(places)]
+    own = [PreparedEndpoint(location, {}, listens=listens[r : r + 1] != "-") for r, location in enumerate(locations)]
     endpoints = [json.loads(json.dumps(ready.endpoint)) for ready in own]
     return lambda rank: Beforehand(own[rank], endpoints)
 
 
 @pytest.mark.parametrize("ids", ["AAAA", "AABB", "ABCCA"])
 def test_ranks_that_have_each_others_cards_tell_a_store_nothing(ids: str) -> None:
-    places, store = on_hosts(ids), HashStore()
-    meetings = meet_all(places, store, prepared=prepare(places))
+    locations, store = on_hosts(ids), HashStore()
+    meetings = meet_all(locations, store, prepared=prepare(locations))
     assert store.num_keys() == 0
     hosts = [[r for r, name in enumerate(ids) if name == host] for host in dict.fromkeys(ids)]
     assert all((each.hosts, each.secret) == (hosts, meetings[0].secret) for each in meetings)
@@ -169,8 +171,8 @@ def test_ranks_that_have_each_others_cards_tell_a_store_nothing(ids: str) -> Non
 
 def test_a_card_without_a_door() -> None:
     """Where no port was free, say: then all tell the store where they listen."""
-    places, store = on_hosts("AB"), HashStore()
-    meetings = meet_all(places, store, prepared=prepare(places, listens="+-"))
+    locations, store = on_hosts("AB"), HashStore()
+    meetings = meet_all(locations, store, prepared=prepare(locations, listens="+-"))
     assert store.num_keys() > 0 and meetings[0].doors == meetings[1].doors
     for fds in link_all(meetings).values():
         for fd in fds:
@@ -179,10 +181,10 @@ def test_a_card_without_a_door() -> None:
 
 
 def test_one_of_those_whose_endpoints_are_known_is_gone() -> None:
-    places = on_hosts("AAB")
-    ready = prepare(places)
+    locations = on_hosts("AAB")
+    ready = prepare(locations)
     ready(1).prepared.close()
-    errors = meet_all(places, prepared=lambda rank: None if rank == 1 else ready(rank), timeout=1)
+    errors = meet_all(locations, prepared=lambda rank: None if rank == 1 else ready(rank), timeout=1)
     assert isinstance(errors[0], SystemFailure) and errors[0].culprit == 1 and "joining rank 1" in str(errors[0])
     close([errors[2]])
 
@@ -278,7 +280,7 @@ def test_the_same_host_id_on_hosts_that_are_not_one() -> None:
 def test_ranks_that_do_not_come_are_named() -> None:
     def alone(rank: int) -> None:
         exchange = Exchange(HashStore(), rank, 3, 0.2)
-        meet(exchange, lambda _: PAGE, {}, lambda *_: "", place=Location(host_id=str(rank)))
+        meet(exchange, lambda _: PAGE, {}, lambda *_: "", location=Location(host_id=str(rank)))
 
     with pytest.raises(CollectiveTimeout, match="ranks 1, 2 did not come"):
         alone(0)
@@ -402,7 +404,7 @@ RANK_0_ARRIVES = "ringreduce//arrival/0"
 
 def attempt(store: Any, rank: int, size: int, timeout: float = 20.0, **other: Any) -> Meeting:
     exchange = Exchange(store, rank, size, timeout, **other)
-    return meet(exchange, lambda _: PAGE, {}, lambda *_: "", place=Location())
+    return meet(exchange, lambda _: PAGE, {}, lambda *_: "", location=Location())
 
 
 def both(*calls: Callable[[], Any]) -> list[Any]:
@@ -525,7 +527,7 @@ def test_a_rank_that_fails_before_it_meets_the_others(fails: int) -> None:
             error = InvalidArgument("RINGREDUCE_SLICES='many' is no number")
             exchange.give_up(error)
             raise error
-        return meet(exchange, lambda _: PAGE, {}, lambda *_: "", place=Location())
+        return meet(exchange, lambda _: PAGE, {}, lambda *_: "", location=Location())
 
     errors = both(*(lambda rank=rank: one(rank) for rank in range(3)))  # type: ignore[misc]
     for rank, error in enumerate(errors):
