@@ -73,27 +73,23 @@ struct Client::Near {
   std::uint64_t taken = 0;  // replies
 };
 
-// A request in the queue to another host.
-struct Client::Item {
-  const InWindow* data() const { return static_cast<const InWindow*>(request.payload.get()); }
-  // Pulls go first: they are short, and the values can come back while other data is being pushed.
-  std::int32_t urgency() const { return request.kind == RequestKind::pull ? INT32_MAX : request.priority; }
-
-  Request request;  // has a number already if it was sent to a server that has ended, and is now repeated
+// What is kept of an unanswered request, so that it can be repeated to a backup.
+struct Client::Sent {
   std::shared_ptr<Call> call;
   std::byte* into = nullptr;  // where a pulled value goes
   std::size_t bytes = 0;      // of the pulled value
   Packing packing = Packing::none;
-  std::uint64_t tag = 0;  // connects the request with the frames that carry its data
-  std::size_t sent = 0;   // bytes of its data that have been handed to the connection
 };
 
-// What is kept of an unanswered request, so that it can be repeated to a backup.
-struct Client::Sent {
-  std::shared_ptr<Call> call;
-  std::byte* into = nullptr;  // as in Item
-  std::size_t bytes = 0;
-  Packing packing = Packing::none;
+// A request in the queue to another host.
+struct Client::Item : Sent {
+  const InWindow* data() const { return static_cast<const InWindow*>(request.payload.get()); }
+  // Pulls go first: they are short, and the values can come back while other data is being pushed.
+  std::int32_t urgency() const { return request.kind == RequestKind::pull ? INT32_MAX : request.priority; }
+
+  Request request;        // has a number already if it was sent to a server that has ended, and is now repeated
+  std::uint64_t tag = 0;  // connects the request with the frames that carry its data
+  std::size_t sent = 0;   // bytes of its data that have been handed to the connection
 };
 
 struct Client::Peer {

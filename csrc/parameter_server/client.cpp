@@ -326,7 +326,7 @@ void Client::put(Hold& hold, std::uint32_t server, Item item, Nanoseconds timeou
 const Request& Client::number(std::uint32_t server, Item& item) {
   if (item.request.number != 0) return item.request;
   const Request& made = peer(server).session.make(std::move(item.request));
-  peer(server).calls.emplace(made.number, Sent{item.call, item.into, item.bytes, item.packing});
+  peer(server).calls.emplace(made.number, static_cast<const Sent&>(item));
   return made;
 }
 
@@ -429,20 +429,19 @@ void Client::cancel(Call& call) {
 }
 
 void Client::forget(Call& call) {
-  for (const auto& each : peers_)
-    if (each != nullptr)
-      std::erase_if(each->queue, [&](Item& item) {
-        if (item.call.get() != &call) return false;
-        item.into = nullptr;
-        if (item.request.number != 0) return false;  // requests with later numbers would wait for it
-        if (item.sent > 0) return false;             // the server has part of the data and waits for the rest
-        if (item.data() != nullptr) drop(item.data()->piece);
-        return true;
-      });
-  for (const auto& each : peers_)
-    if (each != nullptr)
-      for (auto& [number, sent] : each->calls)
-        if (sent.call.get() == &call) sent.into = nullptr;
+  for (const auto& each : peers_) {
+    if (each == nullptr) continue;
+    std::erase_if(each->queue, [&](Item& item) {
+      if (item.call.get() != &call) return false;
+      item.into = nullptr;
+      if (item.request.number != 0) return false;  // requests with later numbers would wait for it
+      if (item.sent > 0) return false;             // the server has part of the data and waits for the rest
+      if (item.data() != nullptr) drop(item.data()->piece);
+      return true;
+    });
+    for (auto& [number, sent] : each->calls)
+      if (sent.call.get() == &call) sent.into = nullptr;
+  }
   for (const auto& [server, number] : call.pulls) wire_->forget(peer(server).address, number);
   for (std::size_t& piece : call.pieces)
     if (const std::size_t held = std::exchange(piece, SIZE_MAX); held != SIZE_MAX) drop(held);

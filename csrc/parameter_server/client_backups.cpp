@@ -147,13 +147,7 @@ void Client::turn_to_far_backup(std::uint32_t server) {
   take_next(to);
   for (Item& item : to.queue) item.sent = 0;  // only the server has what was sent
   for (auto request = again.rbegin(); request != again.rend(); ++request) {
-    const Sent& sent = to.calls.at(request->number);
-    Item item;
-    item.request = *request;
-    item.call = sent.call;
-    item.into = sent.into;
-    item.bytes = sent.bytes;
-    item.packing = sent.packing;
+    Item item{to.calls.at(request->number), *request};
     item.tag = ++tags_;
     to.queue.push_front(std::move(item));
   }

@@ -32,7 +32,7 @@ namespace ringreduce::parameter_server {
 // that is made while the server serves:
 //   state    the first record, between hosts only. Its data is the server's state, without the content of blocks that
 //            are updated in place; slot.number is the server's turn.
-//   block    the content of block slot.block; of a table, slab slot.offset. slot.round is 1 if more slabs follow.
+//   block    piece slot.offset of block slot.block. slot.round is 1 if more pieces of it follow.
 //   inherit  the last record. After it the backup is the server's heir (Server::leave_to_backup).
 struct Record {
   enum class Kind : std::uint32_t { request = 1, join, lose, create, tick, state, block, inherit };

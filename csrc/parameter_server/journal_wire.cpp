@@ -54,11 +54,7 @@ void JournalWire::beat() {
 }
 
 std::byte* JournalWire::place_for(int peer, const FrameHeader& header, std::vector<std::byte>& aside) {
-  demand(header.magic == FrameHeader::kMagic, peer, "what does not begin like a frame");
-  if (header.kind == FrameHeader::kLeave) {
-    demand(header.bytes == 0, peer, "a farewell with a payload");
-    return nullptr;
-  }
+  if (is_farewell(peer, header)) return nullptr;
   if (header.kind == Kind::pushed) {
     const std::lock_guard lock(mutex_);
     demand(header.tag >= whole_ && header.bytes > 0 && header.bytes <= kFragment && header.seq <= header.total &&

@@ -1,5 +1,6 @@
 #include "parameter_server/rules.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "core/error.h"
@@ -113,6 +114,13 @@ bool Rule::native(DType dtype) const {
   if (kind == Kind::python) return false;
   if (kind == Kind::assign || kind == Kind::reduce) return true;
   return dtype == DType::float32 || dtype == DType::float64;
+}
+
+void fill(DType dtype, void* to, std::size_t count, double value) {
+  if (dtype == DType::float32)
+    std::fill_n(static_cast<float*>(to), count, static_cast<float>(value));
+  else
+    std::fill_n(static_cast<double*>(to), count, value);
 }
 
 void update(const Rule& rule, DType dtype, const Update& of) {

@@ -50,6 +50,9 @@ struct Rule {
 // Square roots of `count` elements, as torch computes them; `out` may be `in`. Thread-safe.
 using Roots = void (*)(DType dtype, void* out, const void* in, std::size_t count);
 
+// Sets `count` elements of float32 or float64.
+void fill(DType dtype, void* to, std::size_t count, double value);
+
 // One update of `count` elements. All arrays have `count` elements, but for `state` with per_row().
 struct Update {
   std::uint64_t step = 1;  // number of this update of the block; the first is 1

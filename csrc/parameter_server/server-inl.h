@@ -7,6 +7,8 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -43,15 +45,15 @@ struct Server::Window {
 };
 
 // The data of a push, in the worker's window or, at a backup that is reached by TCP, in memory of its own.
-struct Server::Lent : Payload {
+struct Server::Lent final : Data {
   Lent(std::shared_ptr<Window> window, std::size_t offset, std::size_t bytes)
-      : window(std::move(window)), offset(offset), bytes(bytes) {}
-  Lent(std::shared_ptr<std::byte[]> memory, std::size_t bytes) : memory(std::move(memory)), bytes(bytes) {}
-  const std::byte* at() const { return window == nullptr ? memory.get() : window->memory.at(offset); }
+      : Data(bytes), window(std::move(window)), offset(offset) {}
+  Lent(std::shared_ptr<std::byte[]> memory, std::size_t bytes) : Data(bytes), memory(std::move(memory)) {}
+  const std::byte* at() const override { return window == nullptr ? memory.get() : window->memory.at(offset); }
 
   std::shared_ptr<Window> window;
   std::shared_ptr<std::byte[]> memory;  // used if `window` is nullptr
-  std::size_t offset = 0, bytes;
+  std::size_t offset = 0;
 };
 
 // What a server and its backup see of each other: the journal, whether the other one has ended, and how to wake it.
@@ -86,6 +88,7 @@ struct Server::Partner {
   virtual bool far() const { return false; }
   // For a backup: whether it would take over if this server ended.
   bool counts() const { return is_counted; }
+  bool is_there() const { return !ended() && !silent(); }
   // Whether a backup on this host has not taken for so long what it was given that the server should go on without it.
   bool stands() const { return !far() && !counts() && !under_way.empty() && now() - gave > kBackupStands; }
   // Drives the connections. Called in every turn; returns whether there was something to do.
@@ -97,7 +100,7 @@ struct Server::Partner {
   bool is_counted = false;
   // For a backup that does not count yet and is being given blocks (server_state.cpp):
   BlockId next = 0, end = 0;              // blocks [next, end) are still to be given
-  std::size_t slab = 0;                   // of block `next`, if that is a table: the next to be given
+  std::size_t piece = 0;                  // of block `next`: the next to be given
   bool hurries = false;                   // requests wait until all has been given
   std::deque<std::uint64_t> under_way;    // positions in the journal after the blocks that it has not taken yet
   Nanoseconds gave = 0, rests_until = 0;  // when the latest was given; while there are requests, none before this
@@ -178,9 +181,15 @@ struct Server::FarPartner final : Partner {
   bool is_silent = false, takes_turns = false;
 };
 
-// Queues `body` for the next turn, and waits until it has been called. Throws what `body` throws.
+// Queues `body` for the next turn, and waits until it has been called. Returns what it returns, and throws what it
+// throws.
 template <class F>
-void Server::order(F&& body) {
+auto Server::order(F&& body) {
+  if constexpr (!std::is_void_v<std::invoke_result_t<F>>) {
+    std::optional<std::invoke_result_t<F>> result;
+    order([&] { result.emplace(body()); });
+    return std::move(*result);
+  }
   std::exception_ptr failed;
   bool done = false;
   std::unique_lock lock(mutex_);

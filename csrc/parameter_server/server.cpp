@@ -11,8 +11,9 @@
 #include "core/error.h"
 #include "core/partition.h"
 #include "core/threads.h"
-#include "kernels/accumulate.h"
+#include "parameter_server/dense.h"
 #include "parameter_server/server-inl.h"
+#include "parameter_server/table.h"
 
 namespace ringreduce::parameter_server {
 namespace {
@@ -20,7 +21,6 @@ namespace {
 constexpr std::size_t kCopies = 8 * 1024 * 1024;  // most bytes of values on their way to one worker
 // create() fails when the backup has not confirmed the block for this long.
 constexpr Nanoseconds kBackupSilent = 30 * kSecond;
-constexpr std::size_t kSlice = 32 * 1024;  // bytes of a gradient that are combined at once, to stay in the cache
 
 }  // namespace
 
@@ -192,41 +192,19 @@ std::pair<BlockId, std::size_t> Server::create(BlockSpec spec) {
 }
 
 std::pair<BlockId, std::size_t> Server::make_block(const BlockSpec& spec) {
-  Block block;
-  block.spec = spec;
-  const auto id = static_cast<BlockId>(blocks_.size());
+  const std::size_t offset = used_, left = memory_left();
   if (spec.width > 0) {
-    create_table(block);
-    blocks_.push_back(std::move(block));
-    return {id, 0};
+    blocks_.push_back(std::make_unique<Table>(spec, left, capacity_));
+    own_bytes_ += blocks_.back()->own_bytes();
+    return {blocks_.size() - 1, 0};
   }
-  if (spec.count > capacity_ / size_of(spec.dtype))  // so that nothing below overflows
-    throw Error(ErrorKind::invalid_argument, "a block of " + std::to_string(spec.count) +
-                                                 " elements is larger than the " + std::to_string(capacity_) +
-                                                 " bytes of the server");
-  const auto states = static_cast<std::size_t>(spec.rule.native(spec.dtype) ? spec.rule.states() : 0);
-  block.state_bytes = states * block.bytes();
-  const std::size_t state = (spec.two_states ? 2 : 1) * aligned(block.state_bytes);
-  const std::size_t bytes = block_bytes(block.bytes()) + state, left = memory_left();
-  if (spec.count == 0 || bytes > left)
-    throw Error(ErrorKind::invalid_argument,
-                "a block of " + std::to_string(spec.count) + " elements needs " + std::to_string(bytes) +
-                    " bytes for two buffers and the optimizer's state; " + std::to_string(left) + " of the server's " +
-                    std::to_string(capacity_) + " are left: join with a larger memory=, or with more servers");
-  block.words = reinterpret_cast<BlockWords*>(values_->at(used_));
-  if (spec.rule.kind == Rule::Kind::adagrad && spec.rule.initial_accumulator_value != 0) {
-    std::byte* const first = block.state(1);
-    for (std::size_t i = 0; i < spec.count; ++i) {
-      if (spec.dtype == DType::float32)
-        reinterpret_cast<float*>(first)[i] = static_cast<float>(spec.rule.initial_accumulator_value);
-      else
-        reinterpret_cast<double*>(first)[i] = spec.rule.initial_accumulator_value;
-    }
-  }
+  auto block = std::make_unique<Dense>(spec, values_->at(used_), left, capacity_);
+  used_ += block->bytes();
   blocks_.push_back(std::move(block));
-  used_ += bytes;
-  return {id, used_ - bytes};
+  return {blocks_.size() - 1, offset};
 }
+
+std::size_t Server::memory_left() const { return capacity_ - used_ - own_bytes_; }
 
 std::vector<WorkerId> Server::awaited(BlockId block) {
   std::vector<WorkerId> found;
@@ -240,27 +218,21 @@ std::vector<WorkerId> Server::awaited(BlockId block) {
 }
 
 std::vector<WorkerId> Server::absent(const std::string& group) {
-  std::vector<WorkerId> found;
-  order([&] { found = shard_.absent(group); });
-  return found;
+  return order([&] { return shard_.absent(group); });
 }
 
 std::map<WorkerId, std::pair<std::string, std::string>> Server::workers() {
-  std::map<WorkerId, std::pair<std::string, std::string>> found;
-  order([&] {
+  return order([&] {
+    std::map<WorkerId, std::pair<std::string, std::string>> found;
     const std::map<WorkerId, std::uint64_t> members = shard_.clocks();
     for (const auto& [worker, connection] : connections_)
       if (members.count(worker) > 0) found[worker] = {connection.spec.group, connection.spec.name};
+    return found;
   });
-  return found;
 }
 
 std::string Server::failure(BlockId block) {
-  std::string text;
-  order([&] {
-    if (block < blocks_.size()) text = blocks_[block].failure;
-  });
-  return text;
+  return order([&] { return block < blocks_.size() ? blocks_[block]->failure : std::string(); });
 }
 
 Server::Statistics Server::statistics() {
@@ -268,16 +240,16 @@ Server::Statistics Server::statistics() {
   order([&] {
     now = statistics_;
     now.blocks = blocks_.size();
-    now.memory = used_ + table_bytes_;
+    now.memory = used_ + own_bytes_;
     now.capacity = capacity_;
     now.waiting = shard_.waiting();
     now.clocks = shard_.clocks();
     now.saving = snapshot_ != nullptr;
-    if (backup_ != nullptr && backup_->counts() && !backup_->ended() && !backup_->silent()) {
+    if (backup_ != nullptr && backup_->counts() && backup_->is_there()) {
       now.backup = backup_->name;
       now.lag = backup_->written() - backup_->carried_out();
     }
-    for (const Block& block : blocks_) now.rows += block.table == nullptr ? 0 : block.table->rows();
+    for (const auto& block : blocks_) now.rows += block->rows();
     for (const auto& [worker, connection] : connections_) now.workers += connection.alive;
   });
   return now;
@@ -337,7 +309,7 @@ void Server::carry_out(Output output) {
   }
   // Whether a table has room for new rows depends on the order of operations, which must be the same in a server and
   // its backup. So nothing is reordered if there are both a backup and a table.
-  if ((backup_ == nullptr && turn_ == 0) || table_bytes_ == 0)
+  if ((backup_ == nullptr && turn_ == 0) || own_bytes_ == 0)
     std::stable_sort(output.operations.begin(), output.operations.end(),
                      [&](const auto& a, const auto& b) { return priorities[a.block] > priorities[b.block]; });
   std::set<std::uint64_t> due;
@@ -384,154 +356,43 @@ void Server::ring_answered() {
 }
 
 bool Server::by_python(const Operation& operation) const {
-  const BlockSpec& spec = blocks_[operation.block].spec;
-  return (operation.version > 0 || operation.changes) && !spec.rule.native(spec.dtype);
+  return (operation.version > 0 || operation.changes) && blocks_[operation.block]->by_python();
 }
 
 void Server::carry_out(const Operation& operation) {
-  Block& block = blocks_[operation.block];
-  if (operation.changes) return change(block, operation);
-  if (block.table != nullptr) {
-    return operation.restores ? restore(block, operation) : update_table(block, operation);
-  }
-  if (operation.restores) return restore(block, operation);
-  if (operation.version == 0) {
-    const std::size_t bytes = block.bytes();
-    std::byte* const out = begin_version(*block.words, bytes).next;
-    std::memcpy(out, static_cast<const Lent&>(*operation.contributions[0].payload).at(), bytes);
-  } else {
-    keep_block(operation.block);
-    ++statistics_.updates;
-    const bool has_data = std::any_of(operation.contributions.begin(), operation.contributions.end(),
-                                      [](const Contribution& each) { return each.payload != nullptr; });
-    block.steps += has_data;
-    if (!has_data)
-      repeat_version(block);
-    else if (block.spec.rule.native(block.spec.dtype))
-      update(block, operation);
-    else
-      update_by_python(block, operation);
-    pass(Step::updated);
-  }
-  publish(block);
-}
-
-void Server::change(Block& block, const Operation& operation) {
-  const Contribution& wanted = operation.contributions[0];
-  block.spec.rule.change(wanted.pulled, wanted.weight);
-  if (block.table != nullptr) block.table->change(block.spec.rule);
-}
-
-// Makes a version with the same value and states.
-void Server::repeat_version(Block& block) {
-  const auto [value, out] = begin_version(*block.words, block.bytes());
-  std::memcpy(out, value, block.bytes());
-  if (block.spec.two_states)
-    std::memcpy(block.state(block.words->begun), block.state(block.words->published), block.state_bytes);
-}
-
-void Server::publish(Block& block) {
-  block.words->steps[block.words->begun & 1] = block.steps;
-  publish_version(*block.words);
-}
-
-Server::Combination Server::combination(const BlockSpec& spec, const Operation& operation) {
-  Combination combination;
-  combination.dtype = spec.dtype;
-  const bool reduces = spec.rule.kind == Rule::Kind::reduce;
-  combination.op = reduces ? spec.rule.op : ReduceOp::sum;
-  double sum = 0;
-  for (const Contribution& each : operation.contributions) {
-    combination.weighted |= each.weight != 1;
-    sum += each.weight;
-    if (each.payload == nullptr) continue;  // counts as zeros
-    combination.sources.push_back(static_cast<const Lent&>(*each.payload).at());
-    combination.weights.push_back(each.weight);
-  }
-  const bool scalable = kernels::supports(spec.dtype, ReduceOp::avg);
-  combination.weighted &= scalable;
-  if (scalable && !reduces && spec.rule.average) {
-    if (combination.weighted)  // shares of the sum, since a weight times a value may be too large for the dtype
-      for (double& weight : combination.weights) weight /= sum;
-    else
-      combination.divisor = sum;
-  }
-  return combination;
-}
-
-// Combines elements [begin, begin + count) of the pushes into `dst`, and returns where the result is: `dst`, or the
-// place of the only push if that needs no change. `scratch` has room for the elements of all contributions.
-const std::byte* Server::Combination::operator()(std::byte* dst, std::size_t begin, std::size_t count,
-                                                 std::byte* scratch) const {
-  const std::size_t size = size_of(dtype);
-  std::vector<const void*> from;
-  for (std::size_t i = 0; i < sources.size(); ++i) {
-    from.push_back(sources[i] + begin * size);
-    if (!weighted) continue;
-    std::byte* const scaled = scratch + i * count * size;
-    kernels::scale(dtype, scaled, from.back(), count, weights[i]);
-    from.back() = scaled;
-  }
-  if (from.size() == 1 && divisor == 1) return static_cast<const std::byte*>(from[0]);
-  void* const to = dst;
-  kernels::accumulate(dtype, op, {&to, 1}, from, count, divisor);
-  return dst;
-}
-
-void Server::update(Block& block, const Operation& operation) {
-  const BlockSpec& spec = block.spec;
-  const std::size_t size = size_of(spec.dtype);
-  const auto [value, out] = begin_version(*block.words, block.bytes());
-  const std::byte* const state = block.state(block.words->published);
-  std::byte* const next_state = block.state(block.words->begun);
-  Combination combine = combination(spec, operation);
-  if (spec.rule.kind == Rule::Kind::reduce) {
-    combine.sources.insert(combine.sources.begin(), value);
-    combine.weights.insert(combine.weights.begin(), 1);
-  }
-  const std::size_t slice = kSlice / size;
-  scratch_.resize((combine.sources.size() + 2) * kSlice);
-  for (std::size_t begin = 0; begin < spec.count; begin += slice) {
-    const std::size_t count = std::min(slice, spec.count - begin);
-    std::byte* const to = out + begin * size;
-    if (spec.rule.kind == Rule::Kind::reduce || spec.rule.kind == Rule::Kind::assign) {
-      const std::byte* const combined = combine(to, begin, count, scratch_.data());
-      if (combined != to) std::memcpy(to, combined, count * size);
-      continue;
-    }
-    Update part;
-    part.step = block.steps;
-    part.count = count;
-    part.value = value + begin * size;
-    part.scratch = scratch_.data() + kSlice;
-    part.roots = hooks_.roots;
-    part.gradient = combine(scratch_.data(), begin, count, scratch_.data() + 2 * kSlice);
-    part.out = to;
-    for (std::size_t i = 0; i < static_cast<std::size_t>(spec.rule.states()); ++i) {
-      const std::size_t at = (i * spec.count + begin) * size;
-      part.state[i] = next_state + at;
-      if (spec.two_states) std::memcpy(part.state[i], state + at, count * size);
-    }
-    parameter_server::update(spec.rule, spec.dtype, part);
-  }
-}
-
-void Server::update_by_python(Block& block, const Operation& operation) {
-  const BlockSpec& spec = block.spec;
-  const std::size_t size = size_of(spec.dtype), bytes = spec.count * size;
-  const auto [value, out] = begin_version(*block.words, bytes);
-  std::memcpy(out, value, bytes);
-  const Combination combine = combination(spec, operation);
-  scratch_.resize((combine.sources.size() + 1) * bytes);
-  const std::byte* const gradient = combine(scratch_.data(), 0, spec.count, scratch_.data() + bytes);
+  Block& block = *blocks_[operation.block];
+  if (operation.changes) return block.change(operation.contributions[0]);
+  statistics_.updates += operation.version > 0;
+  const std::size_t before = block.own_bytes();
   try {
-    hooks_.update({operation.block, operation.version, value, out, gradient, operation.contributions, spec.rule});
+    block.apply(operation, {scratch_, hooks_.roots, hooks_.update, room()});
     block.failure.clear();
+  } catch (const std::bad_alloc&) {
+    // A partner has carried it out or will, so then this server or backup cannot go on.
+    if (backup_ != nullptr || followed_ != nullptr || !block.is_table()) throw;
+    fail(block, operation, "the server's process has no memory left for the rows");
   } catch (const std::exception& error) {
-    std::memcpy(out, value, bytes);  // undoes what the function had changed
-    block.failure = error.what();
-    failed_.insert(operation.index);
+    fail(block, operation, error.what());
   }
+  own_bytes_ += block.own_bytes() - before;
+  if (operation.version > 0) pass(Step::updated);
+  block.publish();
+}
+
+// The memory that blocks may take. A new backup that lacks rows cannot tell whether there is room for more. So the
+// server, which can, gives it everything again after an update for which there was none.
+std::size_t Server::room() const {
+  const bool lacks_rows = followed_ != nullptr && std::any_of(blocks_.begin(), blocks_.end(),
+                                                              [](const auto& each) { return each->lacks_rows; });
+  return lacks_rows ? SIZE_MAX : memory_left();
+}
+
+void Server::fail(Block& block, const Operation& operation, const std::string& why) {
+  block.failure = why;
+  failed_.insert(operation.index);
+  if (backup_ == nullptr || backup_->next == backup_->end) return;
+  backup_->hurries = true;
+  begin_to_give();
 }
 
 // Sends a reply, or holds it until the backup has carried out the journal. With `waits_for_backup`, the backup reads
@@ -549,7 +410,11 @@ void Server::answer(const Reply& reply, bool waits_for_backup) {
   // its data may be on the way a second time.
   if (to.lane != nullptr ? !to.attached : turn_ > 0 && to.asked.erase(reply.number) == 0) return;
   // Rows are copied now, before later updates change them.
-  if (comes && blocks_[pull.mapped().block].table != nullptr) gather(to, pull.mapped());
+  if (comes && blocks_[pull.mapped().block]->is_table()) {
+    const auto& [block, offset, rows, packing] = pull.mapped();
+    std::byte* const ids = to.window->memory.at(offset);
+    blocks_[block]->read(ids, rows, ids + rows * sizeof(std::int64_t));
+  }
   to.answered = true;
   if (to.lane == nullptr && comes)
     to.values.emplace_back(pull.mapped(), slot);
@@ -578,7 +443,7 @@ void Server::send_to(Connection& connection) {
   });
   while (!connection.values.empty() && connection.alive) {
     auto [pull, reply] = connection.values.front();
-    const std::size_t bytes = bytes_of(pull), sent = wire_bytes(pull.packing, bytes);
+    const std::size_t bytes = blocks_[pull.block]->value_bytes(pull.count), sent = wire_bytes(pull.packing, bytes);
     if (under_way > 0 && under_way + sent > kCopies) break;
     connection.values.pop_front();
     under_way += sent;
@@ -606,19 +471,14 @@ void Server::send_to(Connection& connection) {
     end(connection);
 }
 
-std::size_t Server::bytes_of(const Pull& pull) const {
-  const Block& block = blocks_[pull.block];
-  return block.table != nullptr ? pull.count * block.table->row_bytes() : block.bytes();
-}
-
 // Returns the value to send: a copy of a block as it is now, or the rows in this server's copy of the worker's window.
 std::shared_ptr<std::byte[]> Server::value_for(const Connection& connection, const Pull& pull, ReplySlot& reply) {
-  if (blocks_[pull.block].table != nullptr)
+  if (blocks_[pull.block]->is_table())
     return {connection.window->memory.at(pull.offset + pull.count * sizeof(std::int64_t)),
             [window = connection.window](const std::byte*) {}};
-  const std::size_t bytes = bytes_of(pull);
+  const std::size_t bytes = blocks_[pull.block]->value_bytes(0);
   auto copy = std::make_shared_for_overwrite<std::byte[]>(bytes);
-  reply.version = read_block(*blocks_[pull.block].words, copy.get(), bytes);
+  reply.version = blocks_[pull.block]->read(nullptr, 0, copy.get());
   return pull.packing == Packing::none ? copy : pack_for_wire(pull.packing, copy.get(), bytes);
 }
 

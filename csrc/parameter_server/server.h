@@ -27,31 +27,13 @@
 #include <vector>
 
 #include "core/fork.h"
-#include "parameter_server/archive.h"
+#include "parameter_server/block.h"
 #include "parameter_server/descriptors.h"
 #include "parameter_server/journal.h"
-#include "parameter_server/rules.h"
 #include "parameter_server/shared.h"
-#include "parameter_server/snapshot.h"
-#include "parameter_server/table.h"
 #include "parameter_server/wire.h"
 
 namespace ringreduce::parameter_server {
-
-// A block to make.
-struct BlockSpec {
-  DType dtype = DType::float32;
-  std::size_t count = 0;
-  Mode mode;
-  Rule rule;
-  // Not 0: the block is this server's part of a table, whose rows have so many elements. `count` is ignored.
-  std::size_t width = 0;
-  FirstValues first;
-  std::string note;  // text of the server's owner about the block; backups have it, too
-  // Set by the server. The block has room for two copies of the states, and an update writes the one that is not
-  // published, so that a backup can adopt the block after the server has ended.
-  bool two_states = false;
-};
 
 // What a worker on this host tells a server about itself. The server takes over the descriptors.
 struct WorkerSpec {
@@ -77,17 +59,6 @@ struct PartnerSpec {
   // Of the backup; the server passes them on to workers as News.
   std::size_t capacity = 0;
   std::string name, address;
-};
-
-// An update that Python computes, from `value` to `out`, which already holds a copy of the value.
-struct PythonUpdate {
-  BlockId block;
-  std::uint64_t version;  // the version that it makes
-  const void* value;
-  void* out;
-  const void* gradient;  // the workers' pushes, combined
-  const std::vector<Contribution>& contributions;
-  const Rule& rule;
 };
 
 class Server {
@@ -249,8 +220,7 @@ class Server {
   struct Partner;
   struct NearPartner;
   struct FarPartner;
-  class StateWriter;
-  class StateReader;
+  class StateArchive;
   // A reply that is sent when the backup has carried out the journal up to position `after`.
   struct Held {
     std::uint64_t after;
@@ -283,38 +253,7 @@ class Server {
     std::deque<std::pair<Pull, ReplySlot>> values;  // to be copied and sent
     std::deque<std::pair<std::weak_ptr<std::byte[]>, std::size_t>> copies;  // being sent, with their sizes in bytes
   };
-  struct Block {
-    BlockSpec spec;
-    BlockWords* words = nullptr;
-    std::uint64_t steps = 0;
-    std::size_t state_bytes = 0;
-    std::string failure;
-    std::unique_ptr<Table> table;  // set for a table, which has no words and no state
-    bool is_missing = false;       // at a new backup: nothing of the content has arrived yet
-    bool lacks_rows = false;       // at a new backup: slabs of the table have not arrived yet
-
-    std::size_t bytes() const { return spec.count * size_of(spec.dtype); }
-    // The optimizer state of version `published - 1`.
-    std::byte* state(std::uint64_t published) const {
-      return reinterpret_cast<std::byte*>(words) + block_bytes(bytes()) +
-             (spec.two_states ? (published & 1) * aligned(state_bytes) : 0);
-    }
-  };
-
-  // How the pushes of an update are combined into one gradient.
-  struct Combination {
-    DType dtype;
-    ReduceOp op;
-    std::vector<const std::byte*> sources;
-    std::vector<double> weights;
-    double divisor = 1;
-    bool weighted = false;
-
-    const std::byte* operator()(std::byte* dst, std::size_t begin, std::size_t count, std::byte* scratch) const;
-  };
-
   static Connection connection_of(WorkerSpec spec);
-  static Combination combination(const BlockSpec& spec, const Operation& operation);
   void run();
   void begin_turns();
   std::uint32_t end_turns();
@@ -328,7 +267,6 @@ class Server {
   void take(Connection& connection, const RequestSlot& slot);
   void send_to(Connection& connection);
   std::shared_ptr<std::byte[]> value_for(const Connection& connection, const Pull& pull, ReplySlot& reply);
-  std::size_t bytes_of(const Pull& pull) const;
   void end(Connection& connection);
   void forget_gone();
   void look_for_ended();
@@ -338,28 +276,13 @@ class Server {
   void decide(const Message& message, Nanoseconds elapsed);
   void carry_out();
   void carry_out(Output output);
-  bool takes_payload(const Connection& connection, const RequestSlot& slot) const;
   void keep_pull(Connection& connection, const RequestSlot& slot);
   std::size_t memory_left() const;
   std::pair<BlockId, std::size_t> make_block(const BlockSpec& spec);
-  void create_table(Block& block);
-  void empty_table(Block& block);
-  void update_table(Block& block, const Operation& operation);
-  void gather(const Connection& connection, const Pull& pull);
-  void keep_block(BlockId id);
-  void keep(Snapshot::Piece piece);
-  Snapshot::Piece copy_block(BlockId id) const;
-  Snapshot::Piece copy_slab(BlockId id, std::size_t slab) const;
-  void restore(Block& block, const Operation& operation);
-  void restore_table(Block& block, const Operation& operation, const std::byte* data, std::size_t bytes);
-  template <class F>
-  bool change_rows(Block& block, const Operation& operation, F&& body);
+  Snapshot::Piece copy(BlockId id, std::size_t piece) const;
+  std::size_t room() const;
+  void fail(Block& block, const Operation& operation, const std::string& why);
   void carry_out(const Operation& operation);
-  static void change(Block& block, const Operation& operation);
-  static void repeat_version(Block& block);
-  static void publish(Block& block);
-  void update(Block& block, const Operation& operation);
-  void update_by_python(Block& block, const Operation& operation);
   void answer(const Reply& reply, bool waits_for_backup = true);
   static void put_reply(Connection& connection, const ReplySlot& slot);
   void ring_answered();
@@ -383,17 +306,16 @@ class Server {
   void give_state(NearPartner& to);
   void begin_to_give();
   bool give_blocks(bool moved);
-  bool give_block(BlockId id, std::size_t slab);
+  bool give_piece(BlockId id, std::size_t piece);
   void have_given_all();
   void take_block(const Record& record, const Lent* given);
   bool reads_push(BlockId id) const;
   bool become_server();
   void give_far_state();
   void become_far_server(const Record& record, const Lent& state);
-  void visit(Archive& archive);
-  void visit_connections(Archive& archive);
+  void visit(StateArchive& archive);
+  void visit_connections(StateArchive& archive);
   void visit_blocks(Archive& archive);
-  void visit_content(Archive& archive, Block& block, std::size_t slab);
   void give_worker(const Connection& connection);
   void tell(Connection& connection);
   void check_native() const;
@@ -405,7 +327,7 @@ class Server {
   const NearPartner& near_server() const;
   void keep_decided();
   void drop_published();
-  const BlockWords& words_of_server(BlockId block) const;
+  const BlockWords& words_of_server(const Block& block) const;
   void adopt_values();
   void look_for_partner();
   void look_for_heir();
@@ -417,7 +339,7 @@ class Server {
   void take_over();
   void pass(Step step);
   template <class F>
-  void order(F&& body);
+  auto order(F&& body);
 
   const ForkMark fork_;
   const std::size_t capacity_;
@@ -434,8 +356,9 @@ class Server {
   Shard shard_;
   Nanoseconds stepped_ = ringreduce::now();  // when the shard got its latest message
   std::map<WorkerId, Connection> connections_;
-  std::vector<Block> blocks_;
-  std::size_t used_ = sizeof(ValuesHeader), table_bytes_ = 0;
+  std::vector<std::unique_ptr<Block>> blocks_;
+  std::size_t used_ = sizeof(ValuesHeader),
+              own_bytes_ = 0;       // bytes of the values; those of the process that blocks take
   Output decided_;                  // by the shard, and not carried out yet
   bool has_far_ = false;            // there are workers on other hosts
   bool only_near_ = false;          // it has a backup on this host or was one, so it takes no workers of other hosts

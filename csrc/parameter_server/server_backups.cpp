@@ -17,6 +17,7 @@
 #include <variant>
 
 #include "core/error.h"
+#include "parameter_server/dense.h"
 #include "parameter_server/server-inl.h"
 #include "parameter_server/server.h"
 
@@ -25,43 +26,6 @@ namespace {
 
 constexpr Nanoseconds kLookEvery = 2 * kMillisecond;  // between a backup's checks whether its server has ended
 constexpr Nanoseconds kMissing = 10 * kSecond;        // workers must come to a backup within this time of the takeover
-
-// Serialises what the journal says of a worker that joins, and of a new block.
-struct Writing : Archive {
-  Writing() : Archive(false) {}
-  void raw(void* at, std::size_t count) override {
-    const auto* const begin = static_cast<const std::byte*>(at);
-    bytes.insert(bytes.end(), begin, begin + count);
-  }
-  void payload(std::shared_ptr<const Payload>&) override {}
-
-  std::vector<std::byte> bytes;
-};
-struct Reading : Archive {
-  explicit Reading(const std::vector<std::byte>& bytes) : Archive(true), bytes(bytes) {}
-  void raw(void* at, std::size_t count) override {
-    if (count > bytes.size() - taken) throw Error(ErrorKind::mismatch, "a record of the journal is too short");
-    if (count > 0) std::memcpy(at, bytes.data() + taken, count);
-    taken += count;
-  }
-  void payload(std::shared_ptr<const Payload>&) override {}
-
-  const std::vector<std::byte>& bytes;
-  std::size_t taken = 0;
-};
-
-template <class Spec>
-std::vector<std::byte> written(Spec spec) {
-  Writing writing;
-  writing(spec);
-  return std::move(writing.bytes);
-}
-template <class Spec>
-Spec read(const std::vector<std::byte>& bytes) {
-  Spec spec;
-  Reading{bytes}(spec);
-  return spec;
-}
 
 }  // namespace
 
@@ -89,14 +53,12 @@ void Server::lead(const PartnerSpec& backup) {
 }
 
 bool Server::backup_starts() {
-  bool starts = false;
-  order([&] { starts = backup_ != nullptr && !backup_->counts() && !backup_->ended() && !backup_->silent(); });
-  return starts;
+  return order([&] { return backup_ != nullptr && !backup_->counts() && backup_->is_there(); });
 }
 
 void Server::check_native() const {
-  for (const Block& block : blocks_)
-    if (!block.spec.rule.native(block.spec.dtype))
+  for (const auto& block : blocks_)
+    if (block->by_python())
       throw Error(ErrorKind::invalid_argument,
                   "an update that Python computes has no backup, and this server has a block of one");
 }
@@ -108,15 +70,11 @@ void Server::drop_backup() {
 }
 
 bool Server::has_backup() {
-  bool has = false;
-  order([&] { has = backup_ != nullptr && backup_->counts() && !backup_->ended() && !backup_->silent(); });
-  return has;
+  return order([&] { return backup_ != nullptr && backup_->counts() && backup_->is_there(); });
 }
 
 std::uint32_t Server::its_turn() {
-  std::uint32_t turn = 0;
-  order([&] { turn = turn_; });
-  return turn;
+  return order([&] { return turn_; });
 }
 
 // Gives the backup a worker's descriptors. Called before the journal names the worker.
@@ -190,7 +148,7 @@ bool Server::write_down(const Message& message, Nanoseconds elapsed) {
     record.worker = lose->worker;
   } else if (std::holds_alternative<Create>(message)) {
     record.kind = Record::Kind::create;
-    more = written(blocks_.back().spec);
+    more = written(blocks_.back()->spec);
   }
   record.bytes = more.size();
   if (!wait_for_room(sizeof record + more.size())) return false;
@@ -259,7 +217,7 @@ void Server::follow(std::unique_ptr<Partner> partner) {
 void Server::leave_to_backup() {
   bool leaves = false;
   const auto leave = [&] {
-    frozen_ = backup_ != nullptr && backup_->counts() && !backup_->ended() && !backup_->silent();
+    frozen_ = backup_ != nullptr && backup_->counts() && backup_->is_there();
     if (!frozen_) throw Error(ErrorKind::invalid_argument, "this server has no backup that could go on");
     carry_out();
     // A lane has one writer: this server writes its last reply before a backup on this host can become the heir.
@@ -311,24 +269,21 @@ void Server::serve_alone() {
 bool Server::leaves() { return header().leaves.load(std::memory_order_seq_cst) != 0; }
 
 bool Server::is_heir() {
-  bool is = false;
-  order([&] { is = is_heir_; });
-  return is;
+  return order([&] { return is_heir_; });
 }
 
 bool Server::serves() { return header().serves.load(std::memory_order_seq_cst) != 0; }
 bool Server::has_ended() { return header().ended.load(std::memory_order_seq_cst) != 0; }
 
 std::vector<std::tuple<std::string, BlockId, std::size_t>> Server::notes() {
-  std::vector<std::tuple<std::string, BlockId, std::size_t>> found;
-  order([&] {
+  return order([&] {
+    std::vector<std::tuple<std::string, BlockId, std::size_t>> found;
     for (BlockId id = 0; id < blocks_.size(); ++id) {
-      const Block& block = blocks_[id];
-      const std::byte* const at = reinterpret_cast<const std::byte*>(block.words);
-      found.emplace_back(block.spec.note, id, at == nullptr ? 0 : static_cast<std::size_t>(at - values_->at()));
+      const std::byte* const at = blocks_[id]->place();
+      found.emplace_back(blocks_[id]->spec.note, id, at == nullptr ? 0 : static_cast<std::size_t>(at - values_->at()));
     }
+    return found;
   });
-  return found;
 }
 
 // A backup's part of a turn: repeats what is new in the journal, and otherwise checks whether its server has ended.
@@ -449,12 +404,12 @@ void Server::repeat_lose(WorkerId worker, Nanoseconds elapsed) {
 // the content will include them.
 void Server::keep_decided() {
   for (Operation& each : decided_.operations) {
-    if (!blocks_[each.block].spec.two_states) continue;
+    if (!blocks_[each.block]->spec.two_states) continue;
     kept_[each.block].push_back(std::move(each));
     pass(Step::carried_out);
   }
   std::erase_if(decided_.operations, [this](const auto& each) {
-    const Block& block = blocks_[each.block];
+    const Block& block = *blocks_[each.block];
     statistics_.updates += block.is_missing && each.version > 0 && !each.changes;
     return block.spec.two_states || (block.is_missing && !each.changes);
   });
@@ -463,10 +418,10 @@ void Server::keep_decided() {
 // Drops kept operations that the server has published.
 void Server::drop_published() {
   for (auto& [block, operations] : kept_) {
-    const std::uint64_t published = words_of_server(block).published.load(std::memory_order_acquire);
+    const std::uint64_t published = words_of_server(*blocks_[block]).published.load(std::memory_order_acquire);
     for (; !operations.empty() && operations.front().version < published; operations.pop_front()) {
       if (operations.front().changes)
-        change(blocks_[block], operations.front());
+        blocks_[block]->change(operations.front().contributions[0]);
       else
         statistics_.updates += operations.front().version > 0;
     }
@@ -476,34 +431,17 @@ void Server::drop_published() {
 
 const Server::NearPartner& Server::near_server() const { return dynamic_cast<const NearPartner&>(*followed_); }
 
-const BlockWords& Server::words_of_server(BlockId block) const {
-  const auto* const at = reinterpret_cast<const std::byte*>(blocks_[block].words);
-  return *reinterpret_cast<const BlockWords*>(near_server().values.at(static_cast<std::size_t>(at - values_->at())));
+const BlockWords& Server::words_of_server(const Block& block) const {
+  const auto offset = static_cast<std::size_t>(block.place() - values_->at());
+  return *reinterpret_cast<const BlockWords*>(near_server().values.at(offset));
 }
 
 // Called when the server has ended. Copies its blocks as they were published, and schedules the updates that were not
-// published. An update that the server had begun has only written the buffers of the next version.
+// published.
 void Server::adopt_values() {
   drop_published();
-  for (BlockId id = 0; id < blocks_.size(); ++id) {
-    if (!blocks_[id].spec.two_states) continue;
-    Block& block = blocks_[id];
-    const BlockWords& from = words_of_server(id);
-    const std::uint64_t published = from.published.load(std::memory_order_acquire);
-    if (published == 0) continue;
-    Block theirs;
-    theirs.spec = block.spec;
-    theirs.words = const_cast<BlockWords*>(&from);
-    theirs.state_bytes = block.state_bytes;
-    for (const std::uint64_t version : {published - 1, published})  // readers of rounds may need both
-      std::memcpy(buffer(block.words, version, block.bytes()), buffer(theirs.words, version, block.bytes()),
-                  block.bytes());
-    std::memcpy(block.state(published), theirs.state(published), block.state_bytes);
-    block.steps = from.steps[published & 1];
-    block.words->steps[published & 1] = block.steps;
-    block.words->begun.store(from.begun.load(std::memory_order_relaxed), std::memory_order_relaxed);
-    block.words->published.store(published, std::memory_order_release);
-  }
+  for (const auto& block : blocks_)
+    if (block->spec.two_states) dynamic_cast<Dense&>(*block).adopt(words_of_server(*block));
   for (auto& [block, operations] : kept_)
     std::move(operations.begin(), operations.end(), std::back_inserter(decided_.operations));
   kept_.clear();
@@ -570,11 +508,7 @@ std::vector<WorkerId> Server::without_connection() const {
 }
 
 std::vector<WorkerId> Server::missing() {
-  std::vector<WorkerId> found;
-  order([&] {
-    if (serves_ && missing_until_ != kForever) found = without_connection();
-  });
-  return found;
+  return order([&] { return serves_ && missing_until_ != kForever ? without_connection() : std::vector<WorkerId>(); });
 }
 
 void Server::lose_missing() {

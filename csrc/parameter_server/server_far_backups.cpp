@@ -47,12 +47,10 @@ void Server::lead_far(std::function<void()> on_silence, std::string name) {
 }
 
 bool Server::backup_follows() {
-  bool follows = false;
-  order([&] {
-    follows = backup_ != nullptr && !backup_->silent() && backup_->next == backup_->end &&
-              backup_->received() >= backup_->given_at;
+  return order([&] {
+    return backup_ != nullptr && !backup_->silent() && backup_->next == backup_->end &&
+           backup_->received() >= backup_->given_at;
   });
-  return follows;
 }
 
 void Server::count_backup() {
@@ -78,16 +76,14 @@ void Server::go_on_alone() {
 }
 
 std::uint64_t Server::freeze() {
-  std::uint64_t written = 0;
-  order([&] {
+  return order([&] {
     if (backup_ == nullptr || backup_->silent())
       throw Error(ErrorKind::invalid_argument, "this server has no backup that could go on");
     frozen_ = true;
     decide(Tick{});  // a new record: the backup can confirm it only after this call
     carry_out();
-    written = backup_->written();
+    return backup_->written();
   });
-  return written;
 }
 
 void Server::unfreeze() {
@@ -95,9 +91,7 @@ void Server::unfreeze() {
 }
 
 std::uint64_t Server::confirmed() {
-  std::uint64_t received = 0;
-  order([&] { received = backup_ == nullptr || backup_->silent() ? 0 : backup_->received(); });
-  return received;
+  return order([&] { return backup_ == nullptr || backup_->silent() ? 0 : backup_->received(); });
 }
 
 void Server::follow_far(std::function<void()> on_silence) {

@@ -67,7 +67,7 @@ Request Server::request_of(WorkerId worker, const RequestSlot& slot, std::shared
   request.pulled = slot.pulled;
   request.weight = slot.weight;
   if (slot.kind == RequestKind::initialise || slot.kind == RequestKind::push || slot.kind == RequestKind::restore) {
-    const bool is_dense = slot.block < blocks_.size() && blocks_[slot.block].table == nullptr;
+    const bool is_dense = slot.block < blocks_.size() && !blocks_[slot.block]->is_table();
     const bool has_none = slot.kind == RequestKind::push && slot.bytes == 0 && is_dense;
     if (!has_none) request.payload = std::move(payload);
     if (request.payload == nullptr && !has_none)
@@ -83,43 +83,29 @@ Request Server::request_of(WorkerId worker, const RequestSlot& slot, std::shared
 std::shared_ptr<const Payload> Server::payload_of(const Connection& connection, const RequestSlot& slot) const {
   const bool pushes =
       slot.kind == RequestKind::initialise || slot.kind == RequestKind::push || slot.kind == RequestKind::restore;
-  if (!pushes || !takes_payload(connection, slot)) return nullptr;
   const auto& window = connection.window;
+  const std::size_t room = window->memory.bytes() - window->data;
+  if (!pushes || slot.block >= blocks_.size() || slot.bytes > room || slot.offset > room - slot.bytes) return nullptr;
+  if (!blocks_[slot.block]->fits(slot)) return nullptr;
   return std::make_shared<Lent>(window, window->data + slot.offset, static_cast<std::size_t>(slot.bytes));
-}
-
-// Whether offset and size of the payload are valid and fit the block.
-bool Server::takes_payload(const Connection& connection, const RequestSlot& slot) const {
-  const std::size_t room = connection.window->memory.bytes() - connection.window->data;
-  if (slot.block >= blocks_.size() || slot.bytes > room || slot.offset > room - slot.bytes) return false;
-  const Block& block = blocks_[slot.block];
-  if (slot.kind == RequestKind::restore) {  // see restore()
-    if (slot.offset % sizeof(std::uint64_t) != 0 || slot.bytes < sizeof(std::uint64_t)) return false;
-    const std::size_t bytes = slot.bytes - sizeof(std::uint64_t);
-    if (block.table != nullptr) return bytes % (sizeof(std::int64_t) + block.table->stored_bytes()) == 0;
-    return bytes == block.bytes() + block.state_bytes;
-  }
-  if (block.table != nullptr)
-    return slot.kind == RequestKind::push && slot.offset % sizeof(std::int64_t) == 0 &&
-           slot.bytes % (sizeof(std::int64_t) + block.table->row_bytes()) == 0;
-  return slot.offset % size_of(block.spec.dtype) == 0 && slot.bytes == block.spec.count * size_of(block.spec.dtype);
 }
 
 // Remembers a pull whose reply brings values. A pull with invalid fields is answered without a value.
 void Server::keep_pull(Connection& connection, const RequestSlot& slot) {
   if (slot.block >= blocks_.size() || connection.pulls.size() >= kMostOutstanding) return;
   Pull pull{slot.block};
-  if (const Table* const table = blocks_[slot.block].table.get(); table != nullptr) {
+  const Block& block = *blocks_[slot.block];
+  if (block.is_table()) {
     const std::size_t room = connection.window->memory.bytes() - connection.window->data;
     if (slot.offset > room || slot.offset % sizeof(std::int64_t) != 0 || slot.bytes % sizeof(std::int64_t) != 0) return;
     pull.count = slot.bytes / sizeof(std::int64_t);
-    if (pull.count > (room - slot.offset) / (sizeof(std::int64_t) + table->row_bytes())) return;
+    if (pull.count > (room - slot.offset) / (sizeof(std::int64_t) + block.value_bytes(1))) return;
     pull.offset = connection.window->data + slot.offset;
   } else if (connection.lane != nullptr) {
     return;  // a worker on this host reads the value itself
   } else if (slot.packing != Packing::none) {
     if (static_cast<std::uint32_t>(slot.packing) >= kPackings) return;
-    if (blocks_[slot.block].spec.dtype != DType::float32) return;
+    if (block.spec.dtype != DType::float32) return;
     pull.packing = slot.packing;
   }
   connection.pulls.emplace(slot.number, pull);

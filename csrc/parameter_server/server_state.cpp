@@ -12,15 +12,10 @@
 //    last.
 // 4. The backup counts when it has been given everything. Until then it could not take over, so the server shows its
 //    operations without waiting for the backup, and drops a backup that stands still (Partner::stands).
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
-#include <cerrno>
 #include <cstring>
-#include <map>
 #include <optional>
 #include <span>
 
@@ -31,7 +26,6 @@
 namespace ringreduce::parameter_server {
 namespace {
 
-constexpr std::size_t kBuffer = 1 << 20;
 // Blocks that have been given and that the backup has not taken. Bounds how long requests wait for the backup.
 constexpr std::size_t kMostUnderWay = 4;
 constexpr std::uint64_t kNoPayload = UINT64_MAX, kInline = UINT64_MAX - 1;
@@ -45,111 +39,62 @@ struct Ready {
 
 }  // namespace
 
-// Serialises a state to a memfd. With `has_all`, pushed data is part of it. Otherwise pushed data is given as a place
-// in a window; windows of workers that have gone are added to the descriptors that the backup is given.
-class Server::StateWriter : public Archive {
+// With `has_all`, pushed data is part of the state. Otherwise pushed data is given as a place in a window.
+class Server::StateArchive final : public Archive {
  public:
-  explicit StateWriter(bool has_all)
-      : Archive(false), has_all(has_all), memory_(memfd_create("ringreduce state", MFD_CLOEXEC | MFD_ALLOW_SEALING)) {
-    if (memory_.get() < 0) throw Error(ErrorKind::system, std::string("memfd_create: ") + std::strerror(errno));
-  }
+  explicit StateArchive(bool has_all, std::byte* to = nullptr) : Archive(to), has_all(has_all) {}
+  StateArchive(bool has_all, std::span<const std::byte> from) : Archive(from), has_all(has_all) {}
 
-  void know(const Window* window) { windows_.emplace(window, windows_.size()); }
-
-  void raw(void* at, std::size_t bytes) override {
-    if (buffer_.size() + bytes > kBuffer) flush();
-    const auto* const begin = static_cast<const std::byte*>(at);
-    if (bytes > kBuffer) return put(begin, bytes);
-    buffer_.insert(buffer_.end(), begin, begin + bytes);
-  }
   void payload(std::shared_ptr<const Payload>& payload) override {
-    const auto* const lent = static_cast<const Lent*>(payload.get());
+    auto lent = std::static_pointer_cast<const Lent>(payload);
     std::uint64_t place[3] = {kNoPayload, 0, 0};
-    if (lent != nullptr && has_all) {
-      place[0] = kInline, place[2] = lent->bytes;
-      raw(place, sizeof place);
-      return raw(const_cast<std::byte*>(lent->at()), lent->bytes);
-    }
-    if (lent != nullptr) {
-      const auto [found, fresh] = windows_.emplace(lent->window.get(), windows_.size());
-      if (fresh) more_.push_back(lent->window->memory_fd.get());
-      place[0] = found->second, place[1] = lent->offset, place[2] = lent->bytes;
-    }
+    if (lent != nullptr) place[0] = has_all ? kInline : number_of(lent->window);
+    if (lent != nullptr) place[1] = lent->offset, place[2] = lent->bytes;
     raw(place, sizeof place);
-  }
-
-  // The descriptors of windows whose workers have gone.
-  const std::vector<int>& more() const { return more_; }
-  // Seals the memory; returns its descriptor and size.
-  std::pair<int, std::size_t> end() {
-    flush();
-    if (fcntl(memory_.get(), F_ADD_SEALS, F_SEAL_SHRINK) != 0)
-      throw Error(ErrorKind::system, std::string("sealing a server's state: ") + std::strerror(errno));
-    return {memory_.get(), written_};
-  }
-
-  const bool has_all;
-
- private:
-  void flush() {
-    put(buffer_.data(), buffer_.size());
-    buffer_.clear();
-  }
-  void put(const std::byte* from, std::size_t bytes) {
-    for (std::size_t done = 0; done < bytes;) {
-      const ssize_t some = write(memory_.get(), from + done, bytes - done);
-      if (some < 0 && errno != EINTR)
-        throw Error(ErrorKind::system, std::string("writing a server's state: ") + std::strerror(errno));
-      done += static_cast<std::size_t>(std::max<ssize_t>(some, 0));
-    }
-    written_ += bytes;
-  }
-
-  FileDescriptor memory_;
-  std::size_t written_ = 0;
-  std::vector<std::byte> buffer_;
-  std::map<const Window*, std::uint64_t> windows_;
-  std::vector<int> more_;
-};
-
-class Server::StateReader : public Archive {
- public:
-  StateReader(std::span<const std::byte> memory, bool has_all, std::vector<FileDescriptor> given)
-      : Archive(true), has_all(has_all), memory_(memory), given_(std::move(given)) {}
-
-  FileDescriptor next() {
-    if (next_ == given_.size()) throw Error(ErrorKind::mismatch, "a server's state has too few descriptors");
-    return std::move(given_[next_++]);
-  }
-  void know(std::shared_ptr<Window> window) { windows_.push_back(std::move(window)); }
-  bool has_more() const { return next_ < given_.size(); }
-
-  void raw(void* at, std::size_t bytes) override {
-    if (bytes > memory_.size() - taken_) throw Error(ErrorKind::mismatch, "a server's state is too short");
-    if (bytes > 0) std::memcpy(at, memory_.data() + taken_, bytes);
-    taken_ += bytes;
-  }
-  void payload(std::shared_ptr<const Payload>& payload) override {
-    std::uint64_t place[3];
-    raw(place, sizeof place);
-    if (place[0] == kNoPayload) return;
     const auto bytes = static_cast<std::size_t>(place[2]);
-    if (place[0] != kInline) {
-      payload = std::make_shared<Lent>(windows_.at(place[0]), static_cast<std::size_t>(place[1]), bytes);
-      return;
+    if (reads() && place[0] != kNoPayload)
+      lent = place[0] == kInline ? std::make_shared<Lent>(std::make_shared_for_overwrite<std::byte[]>(bytes), bytes)
+                                 : std::make_shared<Lent>(windows.at(place[0]), place[1], bytes);
+    if (place[0] == kInline) raw(const_cast<std::byte*>(lent->at()), bytes);
+    payload = std::move(lent);
+  }
+
+  // What `body` visits, in memory that a backup on this host can map or, with `has_all`, in memory of this process.
+  struct Written {
+    FileDescriptor memory;
+    std::shared_ptr<std::byte[]> data;
+    std::size_t bytes;
+    std::vector<std::shared_ptr<Window>> windows;
+  };
+  template <class F>
+  static Written written(bool has_all, F&& body) {
+    StateArchive counting(has_all);
+    body(counting);
+    Written made;
+    made.bytes = counting.done();
+    made.windows = std::move(counting.windows);
+    if (has_all) {
+      made.data = std::make_shared_for_overwrite<std::byte[]>(made.bytes);
+    } else {
+      made.memory = make_memory("ringreduce state", made.bytes);
+      const auto mapped = std::make_shared<Mapping>(made.memory.get(), made.bytes, true);
+      made.data = {mapped, mapped->at()};
     }
-    auto pushed = std::make_shared_for_overwrite<std::byte[]>(bytes);
-    raw(pushed.get(), bytes);
-    payload = std::make_shared<Lent>(std::move(pushed), bytes);
+    StateArchive writing(has_all, made.data.get());
+    body(writing);
+    return made;
   }
 
   const bool has_all;
+  std::vector<std::shared_ptr<Window>> windows;  // of the workers; then, of workers that have gone, those with pushes
 
  private:
-  const std::span<const std::byte> memory_;
-  std::size_t taken_ = 0, next_ = 0;
-  std::vector<FileDescriptor> given_;
-  std::vector<std::shared_ptr<Window>> windows_;
+  std::size_t number_of(const std::shared_ptr<Window>& window) {
+    const auto found = std::find(windows.begin(), windows.end(), window);
+    if (found != windows.end()) return static_cast<std::size_t>(found - windows.begin());
+    windows.push_back(window);
+    return windows.size() - 1;
+  }
 };
 
 void visit(Archive& archive, WorkerSpec& spec) {
@@ -162,31 +107,32 @@ void visit(Archive& archive, BlockSpec& spec) {
 
 // ---- The parts of a state -----------------------------------------------------------------------------------------
 
-// Only on one host: workers connect to a backup that is reached by TCP themselves.
-void Server::visit_connections(Archive& archive) {
-  auto* const writer = dynamic_cast<StateWriter*>(&archive);
-  if (writer != nullptr ? writer->has_all : dynamic_cast<StateReader&>(archive).has_all) return;
+// Only on one host: workers connect to a backup that is reached by TCP themselves. The backup has got three descriptors
+// for each worker, and then those of the other windows.
+void Server::visit_connections(StateArchive& archive) {
+  if (archive.has_all) return;
   const std::size_t count = visit_size(archive, connections_.size());
-  if (writer != nullptr) {
+  if (!archive.reads()) {
     for (auto& [worker, connection] : connections_) {
-      writer->know(connection.window.get());
+      archive.windows.push_back(connection.window);
       archive(connection.spec, connection.alive);
     }
     return;
   }
-  auto& reader = dynamic_cast<StateReader&>(archive);
+  if (given_.size() < 3 * count) throw Error(ErrorKind::mismatch, "a server's state has too few descriptors");
+  auto given = given_.begin();
   for (std::size_t i = 0; i < count; ++i) {
     WorkerSpec spec;
     bool alive = true;
     archive(spec, alive);
-    FileDescriptor window = reader.next(), pidfd = reader.next(), news = reader.next();
-    spec.window = window.release(), spec.pidfd = pidfd.release(), spec.news = news.release();
+    for (int* const each : {&spec.window, &spec.pidfd, &spec.news}) *each = (given++)->release();
     Connection connection = connection_of(std::move(spec));
     connection.alive = alive;
-    reader.know(connection.window);
+    archive.windows.push_back(connection.window);
     connections_.emplace(connection.spec.id, std::move(connection));
   }
-  while (reader.has_more()) reader.know(std::make_shared<Window>(reader.next()));
+  for (; given != given_.end(); ++given) archive.windows.push_back(std::make_shared<Window>(std::move(*given)));
+  given_.clear();
 }
 
 void Server::visit_blocks(Archive& archive) {
@@ -197,34 +143,16 @@ void Server::visit_blocks(Archive& archive) {
       archive(spec);
       make_block(spec);
     } else {
-      archive(blocks_[id].spec);
+      archive(blocks_[id]->spec);
     }
-    Block& block = blocks_[id];
+    Block& block = *blocks_[id];
     archive(block.steps, block.failure);
     block.is_missing = archive.reads() && !block.spec.two_states;
-    block.lacks_rows = block.is_missing && block.table != nullptr;
+    block.lacks_rows = block.is_missing && block.is_table();
   }
 }
 
-// Of a dense block the words, both buffers (readers of rounds may need both), and the states. Of a table, the rows of
-// one slab.
-void Server::visit_content(Archive& archive, Block& block, std::size_t slab) {
-  archive(block.steps, block.failure);
-  if (block.table == nullptr) return archive.raw(block.words, block_bytes(block.bytes()) + aligned(block.state_bytes));
-  Table& table = *block.table;
-  const bool has_rows = !archive.reads() && slab < table.slabs();
-  const std::size_t count = visit_size(archive, has_rows ? table.rows_in(slab) : 0);
-  const std::size_t before = table.bytes(table.rows());
-  std::vector<std::int64_t> ids(count);
-  std::vector<std::byte> rows(count * table.stored_bytes());
-  if (has_rows) table.copy_slab(slab, reinterpret_cast<std::byte*>(ids.data()), rows.data());
-  archive.raw(ids.data(), count * sizeof(std::int64_t));
-  archive.raw(rows.data(), rows.size());
-  if (archive.reads()) table.restore({reinterpret_cast<const std::byte*>(ids.data()), rows.data(), count}, SIZE_MAX);
-  table_bytes_ += table.bytes(table.rows()) - before;
-}
-
-void Server::visit(Archive& archive) {
+void Server::visit(StateArchive& archive) {
   visit_connections(archive);
   shard_.visit(archive);
   visit_blocks(archive);
@@ -234,41 +162,37 @@ void Server::visit(Archive& archive) {
 // ---- The server ---------------------------------------------------------------------------------------------------
 
 void Server::give_state(NearPartner& to) {
-  StateWriter state(false);
-  visit(state);
+  auto state = StateArchive::written(false, [&](StateArchive& archive) { visit(archive); });
   std::vector<int> given;
   for (const auto& [worker, connection] : connections_)
     for (const int each : {connection.spec.window, connection.pidfd.get(), connection.spec.news}) given.push_back(each);
-  given.insert(given.end(), state.more().begin(), state.more().end());
-  const auto [memory, bytes] = state.end();
-  const Ready ready{bytes, ++backups_made_, turn_};
+  for (std::size_t i = connections_.size(); i < state.windows.size(); ++i)
+    given.push_back(state.windows[i]->memory_fd.get());
+  const Ready ready{state.bytes, ++backups_made_, turn_};
   bool gone = true;
   const char some = 0;
   for (std::size_t begin = 0; begin < given.size(); begin += kMostDescriptors)
     gone &= send_message(to.passage.get(), &some, sizeof some,
                          std::span(given).subspan(begin, std::min(kMostDescriptors, given.size() - begin)));
-  if (!gone || !send_message(to.passage.get(), &ready, sizeof ready, std::array{memory}))
+  if (!gone || !send_message(to.passage.get(), &ready, sizeof ready, std::array{state.memory.get()}))
     throw Error(ErrorKind::system, "a new backup was given " + std::to_string(given.size() + 1) +
                                        " descriptors and did not take them: " + why_not_sent());
   to.number = ready.number;
 }
 
 void Server::give_far_state() {
-  StateWriter state(true);
-  visit(state);
-  const auto [memory, bytes] = state.end();
-  const auto mapped = std::make_shared<Mapping>(memory, bytes, false);
-  const Lent all(std::shared_ptr<std::byte[]>(mapped, mapped->at()), bytes);
+  const auto state = StateArchive::written(true, [&](StateArchive& archive) { visit(archive); });
   Record record;
   record.kind = Record::Kind::state;
   record.slot.number = turn_;
-  record.slot.bytes = bytes;
+  record.slot.bytes = state.bytes;
+  const Lent all(state.data, state.bytes);
   backup_->write(record, {}, &all);
 }
 
 void Server::begin_to_give() {
-  backup_->next = 0, backup_->end = static_cast<BlockId>(blocks_.size()), backup_->slab = 0;
-  while (backup_->next < backup_->end && blocks_[backup_->next].spec.two_states) ++backup_->next;
+  backup_->next = 0, backup_->end = static_cast<BlockId>(blocks_.size()), backup_->piece = 0;
+  while (backup_->next < backup_->end && blocks_[backup_->next]->spec.two_states) ++backup_->next;
   if (backup_->next == backup_->end) return have_given_all();
   // An earlier backup gets no more records, so it counts no longer.
   if (!backup_->far()) header().backup.store(0, std::memory_order_seq_cst);
@@ -285,40 +209,36 @@ bool Server::give_blocks(bool moved) {
     to.rests_until = t + (t - to.gave);
   }
   if ((moved || !held_.empty()) && (!to.under_way.empty() || t < to.rests_until)) return false;
-  if (to.under_way.size() == kMostUnderWay || to.room() < Journal::kReserve || !give_block(to.next, to.slab))
+  if (to.under_way.size() == kMostUnderWay || to.room() < Journal::kReserve || !give_piece(to.next, to.piece))
     return false;
   to.gave = t;
   to.under_way.push_back(to.written());
   pass(Step::gives);
-  if (const auto& table = blocks_[to.next].table; table != nullptr && ++to.slab < table->slabs()) return true;
-  to.slab = 0;
+  if (++to.piece < blocks_[to.next]->pieces()) return true;
+  to.piece = 0;
   do {
     ++to.next;
-  } while (to.next < to.end && blocks_[to.next].spec.two_states);
+  } while (to.next < to.end && blocks_[to.next]->spec.two_states);
   if (to.next == to.end) have_given_all();
   return true;
 }
 
 // Returns false if the socket to the backup is full; then it is tried again.
-bool Server::give_block(BlockId id, std::size_t slab) {
-  StateWriter content(backup_->far());
-  visit_content(content, blocks_[id], slab);
-  const auto [memory, bytes] = content.end();
+bool Server::give_piece(BlockId id, std::size_t piece) {
+  Block& block = *blocks_[id];
+  auto content = StateArchive::written(backup_->far(), [&](StateArchive& archive) { block.visit(archive, piece); });
   Record record;
   record.kind = Record::Kind::block;
   record.slot.block = id;
-  record.slot.offset = slab;
-  record.slot.round = blocks_[id].table != nullptr && slab + 1 < blocks_[id].table->slabs();
-  record.slot.bytes = bytes;
-  if (auto* const near = dynamic_cast<NearPartner*>(backup_.get())) {
-    const char some = 0;
-    if (!send_message(near->passage.get(), &some, sizeof some, std::array{memory})) return false;
-    near->write(record, {}, nullptr);
-  } else {
-    const auto mapped = std::make_shared<Mapping>(memory, bytes, false);
-    const Lent all(std::shared_ptr<std::byte[]>(mapped, mapped->at()), bytes);
-    backup_->write(record, {}, &all);
-  }
+  record.slot.offset = piece;
+  record.slot.round = piece + 1 < block.pieces();
+  record.slot.bytes = content.bytes;
+  const auto* const near = dynamic_cast<const NearPartner*>(backup_.get());
+  const char some = 0;
+  if (near != nullptr && !send_message(near->passage.get(), &some, sizeof some, std::array{content.memory.get()}))
+    return false;
+  const Lent all(content.data, content.bytes);
+  backup_->write(record, {}, &all);
   backup_->ring();
   return true;
 }
@@ -338,18 +258,18 @@ void Server::have_given_all() {
 // Whether the backup carries out updates of this block when it reads them, and so needs the pushed data until then.
 // Only matters on one host: by TCP pushed data is sent with every record.
 bool Server::reads_push(BlockId id) const {
-  if (blocks_[id].spec.two_states || backup_ == nullptr || backup_->far()) return !blocks_[id].spec.two_states;
-  return id >= backup_->end || id < backup_->next || (id == backup_->next && backup_->slab > 0);
+  if (blocks_[id]->spec.two_states || backup_ == nullptr || backup_->far()) return !blocks_[id]->spec.two_states;
+  return id >= backup_->end || id < backup_->next || (id == backup_->next && backup_->piece > 0);
 }
 
 // ---- The backup ---------------------------------------------------------------------------------------------------
 
 void Server::take_block(const Record& record, const Lent* given) {
-  Block& block = blocks_[record.slot.block];
-  if (block.table != nullptr && record.slot.offset == 0) empty_table(block);
+  Block& block = *blocks_[record.slot.block];
+  const std::size_t before = block.own_bytes();
   const auto take = [&](const std::byte* at) {
-    StateReader content({at, static_cast<std::size_t>(record.slot.bytes)}, true, {});
-    visit_content(content, block, record.slot.offset);
+    StateArchive content(true, std::span(at, static_cast<std::size_t>(record.slot.bytes)));
+    block.visit(content, record.slot.offset);
   };
   if (given != nullptr) {
     take(given->at());
@@ -359,13 +279,14 @@ void Server::take_block(const Record& record, const Lent* given) {
       throw Error(ErrorKind::mismatch, "the content of a block has not come to the backup");
     take(Mapping(message->descriptors[0].get(), static_cast<std::size_t>(record.slot.bytes), false).at());
   }
+  own_bytes_ += block.own_bytes() - before;
   block.is_missing = false;
   block.lacks_rows = record.slot.round != 0;
   pass(Step::takes);
 }
 
 void Server::become_far_server(const Record& record, const Lent& state) {
-  StateReader reader({state.at(), state.bytes}, true, {});
+  StateArchive reader(true, std::span(state.at(), state.bytes));
   visit(reader);
   turn_ = static_cast<std::uint32_t>(record.slot.number) + 1;
   for (auto& [worker, connection] : connections_) connection.known = shard_.knows(worker);
@@ -383,7 +304,7 @@ bool Server::become_server() {
     Ready ready;
     std::memcpy(&ready, message->bytes.data(), sizeof ready);
     const Mapping memory(message->descriptors.at(0).get(), static_cast<std::size_t>(ready.bytes), false);
-    StateReader state({memory.at(), memory.bytes()}, false, std::move(given_));
+    StateArchive state(false, std::span<const std::byte>(memory.at(), memory.bytes()));
     visit(state);
     number_ = ready.number;
     turn_ = ready.turn + 1;

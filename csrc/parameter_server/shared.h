@@ -99,11 +99,15 @@ struct Versions {
   const std::byte* latest;  // undefined if the block has no value yet
   std::byte* next;
 };
+inline Versions begun_version(BlockWords& words, std::size_t bytes) {
+  const std::uint64_t published = words.published.load(std::memory_order_relaxed);
+  return {buffer(&words, published, bytes), buffer(&words, published + 1, bytes)};
+}
 inline Versions begin_version(BlockWords& words, std::size_t bytes) {
   const std::uint64_t published = words.published.load(std::memory_order_relaxed);
   words.begun.store(published + 1, std::memory_order_relaxed);
   fence(std::memory_order_release);
-  return {buffer(&words, published, bytes), buffer(&words, published + 1, bytes)};
+  return begun_version(words, bytes);
 }
 inline void publish_version(BlockWords& words) {
   words.published.store(words.begun.load(std::memory_order_relaxed), std::memory_order_release);

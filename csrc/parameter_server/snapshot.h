@@ -5,10 +5,13 @@
 // the server takes no requests, so pushes wait for the disk.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "parameter_server/messages.h"
@@ -36,9 +39,36 @@ struct Snapshot {
   };
 
   std::vector<Entry> entries;
-  std::deque<std::pair<BlockId, std::size_t>> left;  // block and slab of the pieces not yet asked for, in order
-  std::vector<bool> claimed;                         // by block: it is dense and copied, or not part of the snapshot
+  std::deque<std::pair<BlockId, std::size_t>> left;  // the pieces not yet asked for, in order
   std::deque<Piece> kept;                            // copied before they were asked for
+};
+
+// The pieces of a block that a snapshot has not copied.
+class Watch {
+ public:
+  // Until end(), calls `before(piece)` before one of the first `pieces` pieces is first changed, unless it has been
+  // claimed. Pieces that the block gets later are left out.
+  void begin(std::size_t pieces, std::function<void(std::size_t)> before) {
+    before_ = std::move(before);
+    unclaimed_.assign(pieces, true);
+  }
+  void end() { begin(0, nullptr); }
+  // Claims a watched piece; returns false if it is not watched or has been claimed before.
+  bool claim(std::size_t piece) {
+    const bool claims = piece < unclaimed_.size() && unclaimed_[piece];
+    if (claims) unclaimed_[piece] = false;
+    return claims;
+  }
+  // The block calls this before it changes a piece.
+  void touch(std::size_t piece) {
+    if (piece >= unclaimed_.size() || !unclaimed_[piece]) return;
+    before_(piece);  // may throw std::bad_alloc; then the piece is still unclaimed
+    unclaimed_[piece] = false;
+  }
+
+ private:
+  std::function<void(std::size_t)> before_;
+  std::vector<bool> unclaimed_;
 };
 
 }  // namespace ringreduce::parameter_server

@@ -16,6 +16,7 @@ namespace {
 
 constexpr std::size_t kSlab = 2 * 1024 * 1024;  // the size of a huge page, since rows are read in random order
 constexpr std::size_t kNone = SIZE_MAX;
+constexpr std::size_t kId = sizeof(std::int64_t);
 constexpr std::size_t kFewest = 8;           // smallest number of entries of an index
 constexpr std::size_t kIndexBytes = 43;      // most per row: an index of 16-byte entries is at least 3/8 full
 constexpr std::size_t kSlice = 16 * 1024;    // bytes of values that are updated at once, to stay in the cache
@@ -46,17 +47,28 @@ void add_row(DType dtype, void* to, const void* from, std::size_t width) {
 
 void Table::Free::operator()(std::byte* memory) const { std::free(memory); }
 
-Table::Table(const TableSpec& spec)
-    : spec_(spec),
+Table::Table(BlockSpec its, std::size_t left, std::size_t capacity)
+    : Block(std::move(its)),
       row_bytes_(spec.width * size_of(spec.dtype)),
       states_(static_cast<std::size_t>(spec.rule.states())),
       state_bytes_(spec.rule.per_row() ? size_of(spec.dtype) : row_bytes_),
       stored_bytes_(row_bytes_ + states_ * state_bytes_),
       stride_(rounded_up(stored_bytes_, 16)),
-      per_slab_(std::max<std::size_t>(1, kSlab / (stride_ + sizeof(std::int64_t)))) {}
+      per_slab_(std::max<std::size_t>(1, kSlab / (stride_ + kId))) {
+  if (spec.width > capacity / size_of(spec.dtype))  // so that nothing else overflows
+    throw Error(ErrorKind::invalid_argument, "a row of " + std::to_string(spec.width) +
+                                                 " elements is larger than the " + std::to_string(capacity) +
+                                                 " bytes of the server");
+  if (bytes(1) > left)
+    throw Error(ErrorKind::invalid_argument, "a table of rows of " + std::to_string(spec.width) + " elements needs " +
+                                                 std::to_string(bytes(1)) + " bytes for its first row; " +
+                                                 std::to_string(left) + " of the server's " + std::to_string(capacity) +
+                                                 " are left: join with a larger memory=, or with more servers");
+}
 
+// The memory that `rows` rows take, including states and indices.
 std::size_t Table::bytes(std::size_t rows) const {
-  const std::size_t slab = rounded_up(per_slab_ * (stride_ + sizeof(std::int64_t)), kSlab);
+  const std::size_t slab = rounded_up(per_slab_ * (stride_ + kId), kSlab);
   return (rows + per_slab_ - 1) / per_slab_ * slab + sizeof(Table) + kSlots * kFewest * sizeof(Entry) +
          rows * kIndexBytes;
 }
@@ -105,7 +117,7 @@ std::size_t Table::make(std::int64_t id) {
   const std::uint64_t hash = hash_of(id);
   if (const std::size_t known = find(id, hash); known != kNone) return known;
   if (rows_ == slabs_.size() * per_slab_) {
-    const std::size_t bytes = rounded_up(per_slab_ * (stride_ + sizeof(std::int64_t)), kSlab);
+    const std::size_t bytes = rounded_up(per_slab_ * (stride_ + kId), kSlab);
     auto* const memory = static_cast<std::byte*>(std::aligned_alloc(kSlab, bytes));
     if (memory == nullptr) throw std::bad_alloc();
     madvise(memory, bytes, MADV_HUGEPAGE);
@@ -121,28 +133,22 @@ std::size_t Table::make(std::int64_t id) {
   ++index.used;
 
   std::memcpy(id_at(row), &id, sizeof id);
-  first_values(spec_.first, spec_.dtype, id, at(row), spec_.width);
+  first_values(spec.first, spec.dtype, id, at(row), spec.width);
   std::memset(at(row) + row_bytes_, 0, stored_bytes_ - row_bytes_);
-  if (spec_.rule.initial_accumulator_value != 0) {
-    for (std::size_t i = 0; i < state_bytes_ / size_of(spec_.dtype); ++i) {
-      if (spec_.dtype == DType::float32)
-        reinterpret_cast<float*>(at(row) + row_bytes_)[i] = static_cast<float>(spec_.rule.initial_accumulator_value);
-      else
-        reinterpret_cast<double*>(at(row) + row_bytes_)[i] = spec_.rule.initial_accumulator_value;
-    }
-  }
+  if (const double accumulated = spec.rule.initial_accumulator_value; accumulated != 0)
+    fill(spec.dtype, at(row) + row_bytes_, state_bytes_ / size_of(spec.dtype), accumulated);
   return row;
 }
 
-void Table::take_ids(const Batch& batch) {
+void Table::take_ids(const std::byte* ids, std::size_t count) {
   const std::size_t before = ids_.size();
-  ids_.resize(before + batch.count);
-  if (batch.count > 0) std::memcpy(ids_.data() + before, batch.ids, batch.count * sizeof(std::int64_t));
+  ids_.resize(before + count);
+  if (count > 0) std::memcpy(ids_.data() + before, ids, count * kId);
 }
 
-void Table::gather(const std::byte* ids, std::size_t count, std::byte* out) {
+std::uint64_t Table::read(const std::byte* ids, std::size_t count, std::byte* out) {
   ids_.clear();
-  take_ids({.ids = ids, .count = count});
+  take_ids(ids, count);
   std::size_t rows[kAtOnce];
   for (std::size_t begin = 0; begin < count; begin += kAtOnce) {
     const std::span<const std::int64_t> some = std::span(ids_).subspan(begin, std::min(kAtOnce, count - begin));
@@ -152,18 +158,20 @@ void Table::gather(const std::byte* ids, std::size_t count, std::byte* out) {
       if (rows[i] != kNone)
         std::memcpy(to, at(rows[i]), row_bytes_);
       else
-        first_values(spec_.first, spec_.dtype, some[i], to, spec_.width);
+        first_values(spec.first, spec.dtype, some[i], to, spec.width);
     }
   }
+  return 0;
 }
 
 // ---- Updates ------------------------------------------------------------------------------------------------------
 
-void Table::check_room(std::span<const std::int64_t> ids, std::size_t room) {
-  if (rows_ + ids.size() < UINT32_MAX && bytes(rows_ + ids.size()) <= room) return;
+// Throws Error(system) if the table would take more than `room` bytes with the rows of ids_.
+void Table::check_room(std::size_t room) {
+  if (rows_ + ids_.size() < UINT32_MAX && bytes(rows_ + ids_.size()) <= room) return;
   std::size_t fresh = 0;
-  found_.resize(ids.size());
-  find(ids, found_.data());
+  found_.resize(ids_.size());
+  find(ids_, found_.data());
   for (const std::size_t row : found_) fresh += row == kNone;
   if (rows_ + fresh < UINT32_MAX && bytes(rows_ + fresh) <= room) return;
   if (fresh == 0) return;  // `room` is exceeded, but not by this update: other tables or blocks have grown
@@ -179,12 +187,12 @@ void Table::check_room(std::span<const std::int64_t> ids, std::size_t room) {
 const std::byte* Table::merge(std::span<const Batch> batches, double divisor) {
   ids_.clear();
   if (batches.size() == 1 && batches[0].weight == 1 && divisor == 1) {
-    take_ids(batches[0]);
+    take_ids(batches[0].ids, batches[0].count);
     return batches[0].rows;
   }
   double scale = 1;
   for (const Batch& batch : batches) {
-    take_ids(batch);
+    take_ids(batch.ids, batch.count);
     if (batch.weight != 1) scale = 1 / divisor;  // shares of the sum: a weight times a value may be too large
   }
   if (scale != 1) divisor = 1;
@@ -196,11 +204,11 @@ const std::byte* Table::merge(std::span<const Batch> batches, double divisor) {
       const std::size_t number = distinct.number(ids_[begin + i]);
       const std::byte* from = batch.rows + i * row_bytes_;
       if (const double weight = batch.weight * scale; weight != 1) {
-        kernels::scale(spec_.dtype, scratch_.data(), from, spec_.width, weight);
+        kernels::scale(spec.dtype, scratch_.data(), from, spec.width, weight);
         from = scratch_.data();
       }
       if (number < used) {
-        add_row(spec_.dtype, merged_.data() + number * row_bytes_, from, spec_.width);
+        add_row(spec.dtype, merged_.data() + number * row_bytes_, from, spec.width);
         continue;
       }
       if (merged_.size() < (number + 1) * row_bytes_) merged_.resize(std::max(2 * merged_.size(), 1024 * row_bytes_));
@@ -213,7 +221,7 @@ const std::byte* Table::merge(std::span<const Batch> batches, double divisor) {
   if (divisor != 1 && used > 0) {
     void* const to = merged_.data();
     const void* const from = to;
-    kernels::accumulate(spec_.dtype, ReduceOp::sum, {&to, 1}, {&from, 1}, used * spec_.width, divisor);
+    kernels::accumulate(spec.dtype, ReduceOp::sum, {&to, 1}, {&from, 1}, used * spec.width, divisor);
   }
   return merged_.data();
 }
@@ -229,15 +237,38 @@ void Table::find_or_make() {
   }
 }
 
-void Table::update(std::span<const Batch> batches, const Step& step) {
-  const std::byte* const gradients = merge(batches, step.divisor);
-  check_room(ids_, step.room);
+void Table::apply(const Operation& operation, const Means& means) {
+  const std::size_t room = means.room == SIZE_MAX ? SIZE_MAX : own_bytes() + means.room;
+  if (operation.restores) {
+    const Data& data = data_of(operation.contributions[0]);
+    const std::byte* const ids = restored(*this, data);
+    const std::size_t count = (data.bytes - sizeof(std::uint64_t)) / (kId + stored_bytes_);
+    return store(ids, ids + count * kId, count, room);
+  }
+  std::vector<Batch> batches;
+  double weights = 0;
+  for (const Contribution& each : operation.contributions) {
+    const Data& data = data_of(each);
+    const std::size_t count = data.bytes / (kId + row_bytes_);
+    batches.push_back({data.at(), data.at() + count * kId, count, each.weight});
+    weights += each.weight;
+  }
+  const bool averages = spec.rule.average && spec.rule.kind != Rule::Kind::reduce;
+  update(batches, averages ? weights : 1, means, room);
+}
+
+// Gradients of the same row are added, in the order of the batches and of the rows in each, and the sum is divided by
+// `divisor`.
+void Table::update(std::span<const Batch> batches, double divisor, const Means& means, std::size_t room) {
+  const std::byte* const gradients = merge(batches, divisor);
+  check_room(room);
   const std::size_t slice = std::min(ids_.size(), std::max<std::size_t>(1, kSlice / row_bytes_));
   scratch_.resize(std::max(scratch_.size(), slice_bytes(slice)));
   find_or_make();
+  ++steps;
   for (std::size_t begin = 0; begin < found_.size(); begin += slice)
     update_slice(std::span(found_).subspan(begin, std::min(slice, found_.size() - begin)),
-                 gradients + begin * row_bytes_, step);
+                 gradients + begin * row_bytes_, means.roots);
 }
 
 // The bytes that an update of `count` rows needs for copies of their values and states.
@@ -245,10 +276,10 @@ std::size_t Table::slice_bytes(std::size_t count) const {
   return 3 * count * row_bytes_ + states_ * count * state_bytes_;
 }
 
-void Table::update_slice(std::span<const std::size_t> found, const std::byte* gradients, const Step& step) {
+void Table::update_slice(std::span<const std::size_t> found, const std::byte* gradients, Roots roots) {
   const std::size_t count = found.size(), bytes = count * row_bytes_;
-  if (spec_.rule.kind == Rule::Kind::reduce) {  // added in place, without copies
-    for (std::size_t i = 0; i < count; ++i) add_row(spec_.dtype, at(found[i]), gradients + i * row_bytes_, spec_.width);
+  if (spec.rule.kind == Rule::Kind::reduce) {  // added in place, without copies
+    for (std::size_t i = 0; i < count; ++i) add_row(spec.dtype, at(found[i]), gradients + i * row_bytes_, spec.width);
     return;
   }
   std::byte *const values = scratch_.data(), *const out = values + bytes, *const states = out + 2 * bytes;
@@ -258,18 +289,18 @@ void Table::update_slice(std::span<const std::size_t> found, const std::byte* gr
     for (std::size_t state = 0; state < states_; ++state)
       std::memcpy(states + (state * count + i) * state_bytes_, row + row_bytes_ + state * state_bytes_, state_bytes_);
   }
-  if (spec_.rule.kind != Rule::Kind::assign) {
+  if (spec.rule.kind != Rule::Kind::assign) {
     Update update;
-    update.step = step.number;
-    update.count = count * spec_.width;
-    update.width = spec_.width;
+    update.step = steps;
+    update.count = count * spec.width;
+    update.width = spec.width;
     update.value = values;
     update.gradient = gradients;
     update.out = out;
     update.scratch = out + bytes;
-    update.roots = step.roots;
+    update.roots = roots;
     for (std::size_t state = 0; state < states_; ++state) update.state[state] = states + state * count * state_bytes_;
-    parameter_server::update(spec_.rule, spec_.dtype, update);
+    parameter_server::update(spec.rule, spec.dtype, update);
   } else {
     std::memcpy(out, gradients, bytes);
   }
@@ -281,41 +312,54 @@ void Table::update_slice(std::span<const std::size_t> found, const std::byte* gr
   }
 }
 
-// ---- Snapshots ----------------------------------------------------------------------------------------------------
+// ---- Stored rows: the value of each, followed by its states -------------------------------------------------------
 
-void Table::restore(const Batch& stored, std::size_t room) {
-  ids_.clear();
-  take_ids(stored);
-  check_room(ids_, room);
-  find_or_make();
-  for (std::size_t i = 0; i < stored.count; ++i)
-    std::memcpy(at(found_[i]), stored.rows + i * stored_bytes_, stored_bytes_);
+bool Table::fits(const RequestSlot& slot) const {
+  if (slot.offset % kId != 0) return false;
+  if (slot.kind == RequestKind::push) return slot.bytes % (kId + row_bytes_) == 0;
+  constexpr std::size_t kSteps = sizeof(std::uint64_t);
+  return slot.kind == RequestKind::restore && slot.bytes >= kSteps &&
+         (slot.bytes - kSteps) % (kId + stored_bytes_) == 0;
 }
 
-std::size_t Table::rows_in(std::size_t slab) const { return std::min(per_slab_, rows_ - slab * per_slab_); }
+// Adds rows, or replaces those with the same ids.
+void Table::store(const std::byte* ids, const std::byte* stored, std::size_t count, std::size_t room) {
+  ids_.clear();
+  take_ids(ids, count);
+  check_room(room);
+  find_or_make();
+  for (std::size_t i = 0; i < count; ++i) std::memcpy(at(found_[i]), stored + i * stored_bytes_, stored_bytes_);
+}
 
 void Table::copy_slab(std::size_t slab, std::byte* ids, std::byte* stored) const {
   const std::size_t begin = slab * per_slab_, count = rows_in(slab);
-  std::memcpy(ids, id_at(begin), count * sizeof(std::int64_t));
+  std::memcpy(ids, id_at(begin), count * kId);
   for (std::size_t i = 0; i < count; ++i) std::memcpy(stored + i * stored_bytes_, at(begin + i), stored_bytes_);
 }
 
-void Table::watch(std::function<void(std::size_t)> before) {
-  before_ = std::move(before);
-  unclaimed_.assign(before_ == nullptr ? 0 : slabs_.size(), true);
+void Table::visit(Archive& archive, std::size_t slab) {
+  archive(steps, failure);
+  const std::size_t count = visit_size(archive, archive.reads() || slab == pieces() ? 0 : rows_in(slab));
+  std::byte* const ids = archive.next(count * kId);
+  std::byte* const stored = archive.next(count * stored_bytes_);
+  if (archive.reads() && slab == 0) {
+    rows_ = 0;
+    slabs_.clear();
+    indices_ = {};
+  }
+  if (count == 0 || ids == nullptr) return;
+  if (archive.reads())
+    store(ids, stored, count, SIZE_MAX);
+  else
+    copy_slab(slab, ids, stored);
 }
 
-bool Table::claim(std::size_t slab) {
-  if (slab >= unclaimed_.size() || !unclaimed_[slab]) return false;
-  unclaimed_[slab] = false;
-  return true;
-}
-
-void Table::touch(std::size_t row) {
-  const std::size_t slab = row / per_slab_;
-  if (slab >= unclaimed_.size() || !unclaimed_[slab]) return;
-  before_(slab);  // may throw std::bad_alloc; then the slab is still unclaimed
-  unclaimed_[slab] = false;
+Snapshot::Piece Table::copy(std::size_t slab) const {
+  const std::size_t rows = rows_in(slab), ids = rows * kId;
+  Snapshot::Piece piece{0, slab * per_slab_, rows, ids + rows * stored_bytes_, nullptr};
+  piece.bytes = std::make_unique_for_overwrite<std::byte[]>(piece.size);
+  copy_slab(slab, piece.bytes.get(), piece.bytes.get() + ids);
+  return piece;
 }
 
 }  // namespace ringreduce::parameter_server

@@ -24,7 +24,7 @@ void Server::run() {
     Nanoseconds most = kLookEvery;
     if (const std::unique_lock turning(turning_, std::try_to_lock); turning.owns_lock()) {
       begin_turns();
-      const bool is_awaited = followed_ == nullptr || followed_->far() || table_bytes_ > 0;
+      const bool is_awaited = followed_ == nullptr || followed_->far() || own_bytes_ > 0;
       const int most_idle = is_awaited ? kLooks + kYields : 1;
       for (int idle = 0; idle < most_idle && !stopping_;) {
         if (turn(true)) {

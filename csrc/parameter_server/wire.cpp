@@ -48,6 +48,13 @@ void Wire::demand(bool holds, int peer, const char* what) {
   if (!holds) throw Error(ErrorKind::mismatch, std::string("it sent ") + what, peer);
 }
 
+bool Wire::is_farewell(int peer, const FrameHeader& header) {
+  demand(header.magic == FrameHeader::kMagic, peer, "what does not begin like a frame");
+  const bool leaves = header.kind == FrameHeader::kLeave;
+  demand(!leaves || header.bytes == 0, peer, "a farewell with a payload");
+  return leaves;
+}
+
 std::size_t Wire::values_in(int peer, const FrameHeader& header) {
   demand(header.bytes > 0 && header.bytes <= kFragment, peer, "values of a size that no frame has");
   if (header.packing == Packing::none) return header.bytes;
@@ -83,11 +90,7 @@ std::vector<std::pair<WorkerId, RequestSlot>> ServerWire::take_requests() {
 }
 
 std::byte* ServerWire::place_for(int peer, const FrameHeader& header, std::vector<std::byte>& aside) {
-  demand(header.magic == FrameHeader::kMagic, peer, "what does not begin like a frame");
-  if (header.kind == FrameHeader::kLeave) {
-    demand(header.bytes == 0, peer, "a farewell with a payload");
-    return nullptr;
-  }
+  if (is_farewell(peer, header)) return nullptr;
   const std::lock_guard lock(mutex_);
   const auto found = senders_.find(static_cast<WorkerId>(peer));
   demand(found != senders_.end(), peer, "a frame before it was known");
@@ -180,11 +183,7 @@ std::vector<std::pair<std::uint32_t, ReplySlot>> WorkerWire::take_replies() {
 }
 
 std::byte* WorkerWire::place_for(int peer, const FrameHeader& header, std::vector<std::byte>& aside) {
-  demand(header.magic == FrameHeader::kMagic, peer, "what does not begin like a frame");
-  if (header.kind == FrameHeader::kLeave) {
-    demand(header.bytes == 0, peer, "a farewell with a payload");
-    return nullptr;
-  }
+  if (is_farewell(peer, header)) return nullptr;
   const std::size_t bytes = values_in(peer, header);
   if (header.kind == WireKind::value) {
     const std::lock_guard lock(mutex_);

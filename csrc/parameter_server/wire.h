@@ -68,6 +68,8 @@ class Wire : public Connections::User {
 
   // Throws Error(mismatch), which drops the peer, unless `holds`.
   static void demand(bool holds, int peer, const char* what);
+  // Whether the frame says that the peer leaves; throws as demand() if it is none.
+  static bool is_farewell(int peer, const FrameHeader& header);
   // Returns the unpacked size of the values in a frame; throws as demand() if the header is invalid.
   static std::size_t values_in(int peer, const FrameHeader& header);
 

@@ -34,13 +34,7 @@ struct Mark : Payload {  // the i-th push of its worker to its block
 
 // A shard as bytes. Of a payload it has the number in `payloads`, as a server's has where it lies.
 struct Copier : Archive {
-  explicit Copier(bool reads) : Archive(reads) {}
-  void raw(void* at, std::size_t count) override {
-    auto* const begin = static_cast<std::byte*>(at);
-    if (!reads()) return void(bytes.insert(bytes.end(), begin, begin + count));
-    std::copy_n(bytes.begin() + static_cast<std::ptrdiff_t>(taken), count, begin);
-    taken += count;
-  }
+  using Archive::Archive;
   void payload(std::shared_ptr<const Payload>& payload) override {
     std::uint64_t number = payloads.size();
     raw(&number, sizeof number);
@@ -50,9 +44,22 @@ struct Copier : Archive {
       payloads.push_back(payload);
   }
 
+  std::vector<std::shared_ptr<const Payload>> payloads;
+};
+
+struct Copy {
+  explicit Copy(Shard& of) {
+    Copier counting;
+    of.visit(counting);
+    bytes.resize(counting.done());
+    Copier writing(bytes.data());
+    of.visit(writing);
+    payloads = writing.payloads;
+  }
+  bool operator==(const Copy&) const = default;
+
   std::vector<std::byte> bytes;
   std::vector<std::shared_ptr<const Payload>> payloads;
-  std::size_t taken = 0;
 };
 
 struct Push {
@@ -301,15 +308,13 @@ class Simulation {
   // A new backup, which begins with what the server is now and has seen nothing of how it came to that.
   void start_late() {
     ++started_late_;
-    Copier writer(false), reader(true), again(false);
-    shard_.visit(writer);
-    reader.bytes = writer.bytes;
-    reader.payloads = writer.payloads;
+    const Copy copy(shard_);
+    Copier reader(std::span<const std::byte>(copy.bytes));
+    reader.payloads = copy.payloads;
     backup_ = Shard();
     backup_.visit(reader);
-    backup_.visit(again);
-    demand(again.bytes == writer.bytes && again.payloads == writer.payloads && reader.taken == writer.bytes.size(),
-           "same state", "a backup that starts late is something else than its server");
+    demand(Copy(backup_) == copy && reader.done() == copy.bytes.size(), "same state",
+           "a backup that starts late is something else than its server");
     repeated_ = stepped_;
     same_ = done_.size();
   }
