@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ringreduce.common.failures import RingReduceError
 from ringreduce.coordination.process import Who, identity, lives
 from ringreduce.coordination.store import once, value_of
 
@@ -62,18 +63,18 @@ class Founding:
         """Ends an attempt, unless it is over: those that come from now on meet in the next one."""
         self._store.compare_set("attempt", str(attempt) if attempt else "", str(attempt + 1))
 
-    def look_at(self, attempt: int) -> Callable[[], bool]:
-        """A function that says whether an attempt is over, also by success. It asks the store now and then."""
+    def look_at(self, attempt: int, error: RingReduceError) -> Callable[[], RingReduceError | None]:
+        """A function that returns `error` if an attempt is over, also by success. It asks the store now and then."""
         checked = time.monotonic()
 
-        def over() -> bool:
+        def look() -> RingReduceError | None:
             nonlocal checked
             if time.monotonic() <= checked + LOOK_AT_ATTEMPT:
-                return False
+                return None
             checked = time.monotonic()
-            return self._latest() != attempt or self._founded()
+            return error if self._latest() != attempt or self._founded() else None
 
-        return over
+        return look
 
     def _latest(self) -> int:
         return int(value_of(self._store, "attempt") or b"0")

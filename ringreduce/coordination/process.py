@@ -38,12 +38,8 @@ def process_began() -> float:
     return time.time() - age
 
 
-def _after_fork() -> None:
-    identity.cache_clear()
-    process_began.cache_clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=identity.cache_clear)
+os.register_at_fork(after_in_child=process_began.cache_clear)
 
 
 @functools.cache

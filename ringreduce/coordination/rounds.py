@@ -35,11 +35,6 @@ it. So it looks once more."""
 log = logging.getLogger(__name__)
 
 
-def nobody() -> list[str]:
-    """The default for `Membership.leave`: this process knows of no lost member."""
-    return []
-
-
 class Membership:
     """This process's membership in a changing group. Only one thread may use it at a time."""
 
@@ -75,9 +70,9 @@ class Membership:
     def leave(
         self,
         report: Report,
-        lost: Callable[[], Iterable[str]] = nobody,
+        lost: Callable[[], Iterable[str]] = tuple,
         silent_after: float = float("inf"),
-        silent: Callable[[], Iterable[str]] = nobody,
+        silent: Callable[[], Iterable[str]] = tuple,
     ) -> View:
         """Leaves the present view and returns the next one.
 

@@ -204,14 +204,10 @@ def _taken(rank: int, timeout: float) -> Callable[[Who], None]:
 
 def _found(settings: Settings, founding: Founding, rank: int, size: int, attempt: int) -> World:
     """Makes the first group together with the others that take part in this attempt."""
-    context, over = settings.context, founding.look_at(attempt)
-
-    def look() -> PeerLost | None:
-        what = "making the group: one of the first members has ended, or cannot go on"
-        return PeerLost(what) if over() else None
-
+    context = settings.context
+    over = PeerLost("making the group: one of the first members has ended, or cannot go on")
     try:
-        with known_beforehand(look=look):
+        with known_beforehand(look=founding.look_at(attempt, over)):
             view = _first_view(settings, rank, size, PrefixStore(f"epoch 0, attempt {attempt}", context.store))
     except Exception:
         made = False

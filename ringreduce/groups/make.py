@@ -48,7 +48,7 @@ from ringreduce.groups.choices import Choices, add_plans
 from ringreduce.groups.decision import Decision, decide, decide_by_endpoints, decide_over_gloo
 from ringreduce.groups.exchange import WHO, Exchange, beforehand, passed
 from ringreduce.groups.lookup import found_in, registered, remember
-from ringreduce.groups.meet import agree_on_config, meet
+from ringreduce.groups.meet import Meeting, agree_on_config, meet
 from ringreduce.groups.ready import agreed, location_of
 from ringreduce.groups.survivors import Lineage, Survivors, known_ends, shrinking, survivors_of, use_instead
 
@@ -205,24 +205,18 @@ def _make(
 
 
 def _make_with_memory(
-    exchange: Exchange,
-    seconds: float,
-    options: Options,
-    settings: Callable[..., _C.Settings],
+    exchange: Exchange, seconds: float, options: Options, settings: Callable[..., _C.Settings]
 ) -> tuple[_C.ProcessGroupRing, Decision, Links | None]:
     """Ranks of one host share memory; those on several have links over TCP besides."""
-    rank, size, global_ranks = exchange.rank, exchange.size, exchange.ranks
-    before = beforehand.get()
+    size, before = exchange.size, beforehand.get()
     memory = before.prepared.memory if before.prepared else _C.OpenMemory() if options.fetch and size > 1 else None
     arena = open_arena(options)
-    decision_of_rank_0 = functools.partial(decide, global_ranks, options)
+    decides = functools.partial(decide, exchange.ranks, options)
     meeting = meet(
         exchange,
         lambda decision: _memory_for(size, options, Decision.load(decision).channels),
         agreed(options),
-        functools.partial(decide_by_endpoints, before.endpoints, decision_of_rank_0)
-        if before.prepared
-        else decision_of_rank_0,
+        functools.partial(decide_by_endpoints, before.endpoints, decides) if before.prepared else decides,
         memory,
         location_of(options),
         arena,
@@ -233,32 +227,10 @@ def _make_with_memory(
         decision = Decision.load(meeting.decision)
         if decision.error:
             raise TopologyError(decision.error, 0)
-        links = None
-        if meeting.door:
-            from ringreduce.groups import between_hosts
-
-            name = "/".join(map(str, global_ranks))
-            links = between_hosts.Links(
-                meeting, name, rank, decision.hosts, decision.wire, options.connections, options.dead_after
-            )
+        links = _links(exchange, options, meeting, decision) if meeting.door else None
         geometry = geometry_for(size, options, decision.channels)
         ledger = None if links else Ledger(meeting.memfd, _ledger_at(geometry), ledger_bytes(size))
-        fetch = bool(meeting.threads)
-        ranks_here = size - sum(links.elsewhere) if links else size
-        slicing = slicing_for(options, slot_bytes_for(size, options), fetch)
-        of_group = settings(
-            decision,
-            meeting.names,
-            ledger,
-            patience=patience_for(options, decision, ranks_here > len(meeting.cores), bool(links)),
-            least_slice_bytes=slicing.least_slice_bytes,
-            most_slice_bytes=slicing.most_slice_bytes,
-            least_fetch_bytes=fetch_from(options, size, meeting.cores, fetch) or 0,
-            most_fetch_bytes=options.most_fetch_bytes or decision.most_fetch,
-            stream_bytes=options.stream_bytes,
-            wire_dtype=options.wire_dtype,
-            links=links,
-        )
+        of_group = settings(decision, meeting.names, ledger, **_transport(options, meeting, decision, links))
     except BaseException:
         meeting.close()
         raise
@@ -268,7 +240,7 @@ def _make_with_memory(
             geometry=geometry,
             pidfds=meeting.pidfds,
             names=_names(exchange, meeting.names),
-            rank=rank,
+            rank=exchange.rank,
             memory=memory if meeting.threads else None,
             memory_threads=meeting.threads,
             lends_arena=arena >= 0,
@@ -292,11 +264,34 @@ def _make_with_memory(
     return group, decision, links
 
 
+def _links(exchange: Exchange, options: Options, meeting: Meeting, decision: Decision) -> Links:
+    """What makes the links to other hosts."""
+    from ringreduce.groups import between_hosts
+
+    name = "/".join(map(str, exchange.ranks))
+    order, wire = decision.hosts, decision.wire
+    return between_hosts.Links(meeting, name, exchange.rank, order, wire, options.connections, options.dead_after)
+
+
+def _transport(options: Options, meeting: Meeting, decision: Decision, links: Links | None) -> dict[str, Any]:
+    """The settings of a group whose ranks share memory, as far as they depend on that."""
+    size, fetch = len(meeting.names), bool(meeting.threads)
+    ranks_here = size - sum(links.elsewhere) if links else size
+    slicing = slicing_for(options, slot_bytes_for(size, options), fetch)
+    return {
+        "patience": patience_for(options, decision, ranks_here > len(meeting.cores), bool(links)),
+        "least_slice_bytes": slicing.least_slice_bytes,
+        "most_slice_bytes": slicing.most_slice_bytes,
+        "least_fetch_bytes": fetch_from(options, size, meeting.cores, fetch) or 0,
+        "most_fetch_bytes": options.most_fetch_bytes or decision.most_fetch,
+        "stream_bytes": options.stream_bytes,
+        "wire_dtype": options.wire_dtype,
+        "links": links,
+    }
+
+
 def _make_over_gloo(
-    exchange: Exchange,
-    seconds: float,
-    options: Options,
-    settings: Callable[..., _C.Settings],
+    exchange: Exchange, seconds: float, options: Options, settings: Callable[..., _C.Settings]
 ) -> tuple[_C.ProcessGroupRing, Decision, None]:
     rank, size = exchange.rank, exchange.size
     names, decided = _call_roll(exchange, agreed(options), functools.partial(decide_over_gloo, exchange.ranks, options))

@@ -208,10 +208,6 @@ class _Announced(NamedTuple):
     def rank(self) -> int:
         return self.exchange.rank
 
-    def secret(self) -> bytes:
-        """The group's, which rank 0 has told when others hear of it."""
-        return bytes.fromhex(self.exchange.told(WHO, 0)["secret"])
-
 
 def _hosts(ranks: Sequence[Endpoint]) -> list[list[int]]:
     machines: dict[str, list[int]] = {}
@@ -308,7 +304,7 @@ def _greet(connection: socket.socket, me: _Announced) -> list[_Leader]:
         if len(message) != NONCE + _DIGEST or len(fds) != 1 or not me.exchange.has_told(WHO, 0):
             raise ConnectionError("not a rank of this group")
         nonce, proof = message[:NONCE], message[NONCE:]
-        secret = me.secret()
+        secret = bytes.fromhex(me.exchange.told(WHO, 0)["secret"])  # rank 0 has told it when others hear of it
         if not hmac.compare_digest(proof, _proof(secret, b"leader", me.ready.nonce, me.rank)):
             raise ConnectionError("not a rank of this group")
         roster = json.loads(os.pread(fds[0], os.fstat(fds[0]).st_size, 0))
