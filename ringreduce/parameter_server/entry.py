@@ -18,12 +18,12 @@ from torch.distributed import DistNetworkError, DistStoreError
 from ringreduce import errors
 from ringreduce.config import Options
 from ringreduce.coordination.process import Who, has_ended, identity, process_began
-from ringreduce.coordination.store import get
+from ringreduce.coordination.store import get, once
 from ringreduce.coordination.wait import CHECK_BY_RANK, CHECK_PROCESSES
 from ringreduce.errors import CollectiveTimeout, PeerLost, RingReduceError, SystemFailure
 from ringreduce.parameter_server import doors
 from ringreduce.parameter_server.doors import called
-from ringreduce.parameter_server.store import Views, once
+from ringreduce.parameter_server.store import Views
 
 STORE_GONE = (DistNetworkError, DistStoreError)
 """What a torch store raises when the process that has it has ended, or does not answer."""

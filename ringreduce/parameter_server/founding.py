@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ringreduce.coordination.endpoint import Location, door_at
-from ringreduce.coordination.store import get
+from ringreduce.coordination.store import get, once
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, TopologyError
 from ringreduce.network.secret import group_secret
 from ringreduce.parameter_server.arguments import MOST_SERVERS, count_of_bytes
@@ -30,7 +30,7 @@ from ringreduce.parameter_server.server.manager import ReplicaManager
 from ringreduce.parameter_server.server.process import ServerProcess
 from ringreduce.parameter_server.server.replication import Replication
 from ringreduce.parameter_server.server.serving import Serving
-from ringreduce.parameter_server.store import Directory, Views, beside, once
+from ringreduce.parameter_server.store import Directory, Views, beside
 from ringreduce.parameter_server.updates import Function
 
 _PREFIX = "ringreduce/parameter server"

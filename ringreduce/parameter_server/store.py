@@ -18,11 +18,6 @@ _NO_STORE = (RuntimeError, ConnectionError)
 """What a torch store raises when it has ended, and when it does not answer."""
 
 
-def once(store: Any, key: str, value: str) -> str:
-    """Sets a key of the store unless it is set; returns its value."""
-    return str(store.compare_set(key, "", value).decode())
-
-
 def beside(store: Any) -> Any:
     """The same store over a connection of its own, since others may be waiting in the one that is given."""
     return store.clone() if hasattr(store, "clone") else store

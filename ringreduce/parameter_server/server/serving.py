@@ -8,13 +8,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from ringreduce.coordination.store import once
 from ringreduce.errors import SystemFailure
 from ringreduce.parameter_server.arguments import Timeout, path_of, seconds
 from ringreduce.parameter_server.server.process import ServerProcess
 from ringreduce.parameter_server.server.shard import Shard
 from ringreduce.parameter_server.server.snapshots import Saving
 from ringreduce.parameter_server.snapshot_files import file_of
-from ringreduce.parameter_server.store import once
 
 
 class Serving:
