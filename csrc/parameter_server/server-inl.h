@@ -90,7 +90,7 @@ struct Server::Partner {
   bool counts() const { return is_counted; }
   bool is_there() const { return !ended() && !silent(); }
   // Whether a backup on this host has not taken for so long what it was given that the server should go on without it.
-  bool stands() const { return !far() && !counts() && !under_way.empty() && now() - gave > kBackupStands; }
+  bool stands() const { return !far() && !counts() && !under_way.empty() && now() - took > kBackupStands; }
   // Drives the connections. Called in every turn; returns whether there was something to do.
   virtual bool progress() { return false; }
   virtual void begin_turns() {}
@@ -104,6 +104,7 @@ struct Server::Partner {
   bool hurries = false;                   // requests wait until all has been given
   std::deque<std::uint64_t> under_way;    // positions in the journal after the blocks that it has not taken yet
   Nanoseconds gave = 0, rests_until = 0;  // when the latest was given; while there are requests, none before this
+  Nanoseconds took = 0;                   // when it took a block, or was given one after it had taken all
   std::uint64_t given_at = 0;             // position in the journal after all had been given
 };
 

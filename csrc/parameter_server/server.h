@@ -357,10 +357,10 @@ class Server {
   Nanoseconds stepped_ = ringreduce::now();  // when the shard got its latest message
   std::map<WorkerId, Connection> connections_;
   std::vector<std::unique_ptr<Block>> blocks_;
-  std::size_t used_ = sizeof(ValuesHeader),
-              own_bytes_ = 0;       // bytes of the values; those of the process that blocks take
-  Output decided_;                  // by the shard, and not carried out yet
-  bool has_far_ = false;            // there are workers on other hosts
+  std::size_t used_ = sizeof(ValuesHeader);  // bytes of the values
+  std::size_t own_bytes_ = 0;                // bytes of the process that blocks take besides
+  Output decided_;                           // by the shard, and not carried out yet
+  bool has_far_ = false;                     // there are workers on other hosts
   bool only_near_ = false;          // it has a backup on this host or was one, so it takes no workers of other hosts
   std::set<std::uint64_t> failed_;  // operations of this turn whose update failed
   std::vector<std::byte> scratch_;

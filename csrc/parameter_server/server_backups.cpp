@@ -25,6 +25,7 @@ namespace ringreduce::parameter_server {
 namespace {
 
 constexpr Nanoseconds kLookEvery = 2 * kMillisecond;  // between a backup's checks whether its server has ended
+constexpr Nanoseconds kLeaving = kSecond;             // a server that leaves waits so long for its backup
 constexpr Nanoseconds kMissing = 10 * kSecond;        // workers must come to a backup within this time of the takeover
 
 }  // namespace
@@ -230,7 +231,14 @@ void Server::leave_to_backup() {
     backup_->ring();
     pass(Step::leaves);
   };
-  for (order(leave); !leaves; order(leave)) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  const Nanoseconds until = ringreduce::now() + kLeaving;
+  for (order(leave); !leaves; order(leave)) {
+    if (ringreduce::now() > until) {
+      order([&] { frozen_ = false; });
+      throw Error(ErrorKind::invalid_argument, "this server's backup has not carried out its log in time to go on");
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
 }
 
 // Called while this server leaves its blocks to a backup on this host; decided() does the same for other hosts. If the
@@ -312,6 +320,7 @@ bool Server::repeat_all(bool all) {
   followed_->acknowledge();
   for (std::shared_ptr<const Lent> pushed; (all || !has_orders_) && followed_->read(record, bytes, pushed);) {
     repeat(record, bytes, pushed);
+    if (record.kind != Record::Kind::block && record.kind != Record::Kind::inherit) stepped_ = ringreduce::now();
     keep_decided();
     moved = true;
     if (decided_.operations.empty()) continue;
@@ -319,7 +328,6 @@ bool Server::repeat_all(bool all) {
     followed_->confirm();
   }
   if (!moved) return false;
-  stepped_ = ringreduce::now();
   carry_out();
   followed_->confirm();
   drop_published();
@@ -469,7 +477,7 @@ void Server::look_for_partner() {
 }
 
 // Removes workers that have gone and of which no more requests can come, from them or through the journal. A server
-// that leaves decides nothing more, so it does this if it comes back.
+// that leaves must decide nothing more; it removes them if it comes back.
 void Server::forget_gone() {
   if (leaves()) return;
   for (auto& [worker, connection] : connections_)

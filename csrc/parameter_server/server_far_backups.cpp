@@ -3,14 +3,14 @@
 //
 // A partner falls silent because its process has ended, because its host has been silent for RINGREDUCE_DEAD_AFTER
 // seconds, or because the network between the two is cut. The other one cannot tell these cases apart. So it asks the
-// launcher's store: a compare-and-set changes the view of the shard from both replicas to itself alone (server/replication.py).
-// The first one to do this wins, and decided() tells each of the two the result. They never both serve the blocks:
+// launcher's store: a compare-and-set changes the view of the shard from both replicas to itself alone
+// (server/replication.py). The first one to do this wins, and decided() tells each of the two the result. They never
+// both serve the blocks:
 //
-//   The server    From the moment when it has given the backup everything (server_state.cpp), which is before the
-//   backup
-//                 counts, it carries out, shows and answers nothing that the backup has not confirmed. So after the
-//                 last confirmation it changes nothing that anybody sees, until it has won. If it wins, the backup has
-//                 lost or will lose, and never serves.
+//   The server    From the moment when it has given the backup everything (server_state.cpp), which is before
+//                 the backup counts, it carries out, shows and answers nothing that the backup has not confirmed. So
+//                 after the last confirmation it changes nothing that anybody sees, until it has won. If it wins, the
+//                 backup has lost or will lose, and never serves.
 //   The backup    It serves only after it has won. Then the server has lost or will lose: it drops what it has kept
 //                 back, and has ended for its workers.
 //   Lost updates  There are none. The backup has everything that was answered or shown, since it confirmed that before.
@@ -194,7 +194,8 @@ void Server::be_replaced() {
   backup_.reset();
   header().serves.store(0, std::memory_order_seq_cst);
   header().ended.store(1, std::memory_order_seq_cst);
-  // Last: has_left() in server/process.py takes a server with neither flag, `leaves` or `ended`, for one that has come back.
+  // Last: has_left() in server/process.py takes a server with neither flag, `leaves` or `ended`, for one that has come
+  // back.
   header().leaves.store(0, std::memory_order_seq_cst);
   send_away();
 }

@@ -206,11 +206,13 @@ bool Server::give_blocks(bool moved) {
   const Nanoseconds t = ringreduce::now();
   while (!to.under_way.empty() && to.carried_out() >= to.under_way.front()) {
     to.under_way.pop_front();
+    to.took = t;
     to.rests_until = t + (t - to.gave);
   }
   if ((moved || !held_.empty()) && (!to.under_way.empty() || t < to.rests_until)) return false;
   if (to.under_way.size() == kMostUnderWay || to.room() < Journal::kReserve || !give_piece(to.next, to.piece))
     return false;
+  if (to.under_way.empty()) to.took = t;
   to.gave = t;
   to.under_way.push_back(to.written());
   pass(Step::gives);

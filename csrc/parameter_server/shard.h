@@ -138,7 +138,7 @@ class Shard {
   std::set<BlockId> open_;    // blocks with contributions to an open round
   std::uint64_t log_ = 0;     // index of the latest operation
   std::uint64_t steps_ = 0;
-  Nanoseconds now_ = 0;  // since this shard's first message
+  Nanoseconds now_ = 0;  // the sum of all times that step() was given
   Output output_;
 };
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 NONCE = 32
 
 Endpoint = dict[str, Any]
-"""What a rank tells of itself in the first phase; see `endpoint`."""
+"""What a rank tells of itself in the first phase; `PreparedEndpoint` makes it."""
 
 
 Config = Mapping[str, Any]

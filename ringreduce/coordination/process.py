@@ -15,7 +15,7 @@ from ringreduce.common.failures import SystemFailure
 
 
 class Who(NamedTuple):
-    """How others name a rank and, on its machine, see its end."""
+    """A process: how others name it and, on the same machine, see its end."""
 
     host: str
     pid: int

@@ -153,7 +153,10 @@ class Membership:
         return None
 
     def _ask(self, request: protocol.Request) -> str:
-        """The directory's answer. Repeats the request while the directory is out of reach, which `NoAnswer` would."""
+        """The directory's answer. Repeats the request while the directory is out of reach.
+
+        The protocol is not told of that: after `NoAnswer` it would make the same request again.
+        """
 
         def ask() -> str:
             if isinstance(request, protocol.Ask):

@@ -33,10 +33,10 @@ def every(seconds: float) -> Pauses:
 def wait_for(
     look: Callable[[], Found], pauses: Pauses, deadline: float = float("inf"), at_once: bool = True
 ) -> Found | None:
-    """Calls `look` until it returns something other than None or False, and returns that; None: it came too late.
+    """Calls `look` until it returns something other than None or False, and returns that; None if the deadline passed.
 
-    `deadline`: a time of `time.monotonic`, after which `look` is not called again. `at_once`: whether to look before
-    the first pause.
+    `deadline`: a time of `time.monotonic`. Once it has passed, `look` is called at most once more. `at_once`: whether
+    to look before the first pause.
     """
     began = time.monotonic()
     while not at_once or (found := look()) is None or found is False:

@@ -300,15 +300,16 @@ class Exchange:
         self, look: Callable[[], Any], whom: Callable[[], list[int]] | None = None, deadline: float | None = None
     ) -> Any:
         """What `look` returns, once that is true. There is nothing to wait at but time. Arguments as of `wait`."""
-        found: list[Any] = []
+        found: Any = None
 
         def ready(pause: float) -> bool:
+            nonlocal found
             time.sleep(pause)
-            found.append(look())
-            return bool(found[-1])
+            found = look()
+            return bool(found)
 
         self.wait(ready, whom, deadline)
-        return found[-1]
+        return found
 
     def collect(self, phase: str) -> list[Any]:
         """What all ranks have told."""

@@ -44,7 +44,6 @@ from ringreduce.common.failures import (
 )
 from ringreduce.coordination.endpoint import NONCE, Config, Endpoint, Location, PreparedEndpoint, door_at
 from ringreduce.coordination.process import own_pidfd
-from ringreduce.coordination.wait import every, wait_for
 from ringreduce.groups.exchange import LEST, WHO, Exchange, passed
 from ringreduce.network.local import check_user, close_all, receive, send, shared_memory, written
 from ringreduce.network.secret import group_secret
@@ -443,7 +442,9 @@ def _admit(me: _Announced, rank: int, guest: socket.socket, secret: bytes) -> _M
 
 def _look_for_reason(exchange: Exchange) -> None:
     """Raises why a rank of this host is not to be reached, if it says so or has ended."""
-    wait_for(exchange.raise_if_lost, every(0.01), time.monotonic() + 0.2)  # its sockets close before either shows
+    for _ in range(20):  # its sockets close before either shows, and a look may take long
+        exchange.raise_if_lost()
+        time.sleep(0.01)
 
 
 def _lost(exchange: Exchange, rank: int, error: Exception) -> RingReduceError:

@@ -254,9 +254,8 @@ class Door:
                 peer, session, admitted = await asyncio.wait_for(admission, HANDSHAKE_SECONDS)
                 self._unproven.pop(_this_task(), None)
                 self.counts["accepted"] += 1
-                if (
-                    self._stop.is_set()
-                ):  # else the door waits for the rest of this one's set: see `_go_to` for `wait_for`
+                # Else the door would wait for the rest of this one's set: see `_go_to` for `wait_for`.
+                if self._stop.is_set():
                     return
                 with contextlib.suppress(OSError):  # it may have found another way, or be gone
                     await asyncio.wait_for(self._join(peer, session, admitted), SET_SECONDS)

@@ -19,7 +19,7 @@ from ringreduce.coordination.process import kernel, own_pidfd
 from ringreduce.errors import TopologyError
 from ringreduce.network.interfaces import Filter, local_interfaces
 from ringreduce.network.listener import Door, Peer
-from ringreduce.network.local import check_user
+from ringreduce.network.local import check_user, close_all
 from ringreduce.network.sockets import Address
 from ringreduce.parameter_server.control import NONCE, new_nonce, proof, receive, same, send
 
@@ -57,15 +57,16 @@ def connect(
     `OSError` if it cannot be reached or does not serve these blocks."""
     pidfd = own_pidfd()
     try:
-        return enter(address, secret, hello, [client.window, pidfd, client.news], timeout)
+        return enter(address, secret, hello, [client.window, pidfd, client.news], timeout, 3)
     finally:
         os.close(pidfd)
 
 
 def enter(
-    address: bytes, secret: bytes, hello: dict[str, Any], given: list[int], timeout: float
+    address: bytes, secret: bytes, hello: dict[str, Any], given: list[int], timeout: float, expected: int = 0
 ) -> tuple[socket.socket, dict[str, Any], list[int]]:
-    """Connects to a door on this host, and passes it the descriptors `given`. Raises as `connect`."""
+    """Connects to a door on this host, and passes it the descriptors `given`; it must pass `expected` ones back. Raises
+    as `connect`."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with contextlib.ExitStack() as undo:
         undo.callback(connection.close)
@@ -75,10 +76,11 @@ def enter(
         theirs, ours, worker = connection.recv(NONCE), new_nonce(), int(hello["worker"])
         its_proof = proof(secret, "worker", theirs, worker)
         answer, descriptors = ask(connection, hello | {"nonce": ours.hex(), "proof": its_proof}, given)
-        if not same(proof(secret, "server", ours, worker), answer.get("proof")):
-            for descriptor in descriptors:
-                os.close(descriptor)
-            raise ConnectionError("what answered does not know the secret")
+        knows = same(proof(secret, "server", ours, worker), answer.get("proof"))
+        if not knows or len(descriptors) != expected:
+            close_all(descriptors)
+            wrong = f"passed {len(descriptors)} descriptors, not {expected}" if knows else "does not know the secret"
+            raise ConnectionError(f"what answered {wrong}")
         undo.pop_all()
     return connection, answer, descriptors
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 from typing import Any
 
@@ -23,5 +24,6 @@ os.register_at_fork(after_in_child=_close_in_child)
 @atexit.register
 def _close_all() -> None:
     """Stops all servers at exit, because their threads must not call Python while the interpreter is finalised."""
-    for one in reversed(list(open_until_exit)):
-        one.close()
+    with contextlib.ExitStack() as closing:  # the latest first, and all of them, whatever one raises
+        for one in open_until_exit:
+            closing.callback(one.close)

@@ -176,7 +176,8 @@ def _begin(entry: Entry, store: Any) -> None:
 
 
 def _check_has_ended(entry: Entry) -> None:
-    """Waits for the end of the servers of `entry.store`, unless this process founded them. Raises `Served`."""
+    """Waits a second at most for the end of the servers of `entry.store`, unless this process founded them, then raises
+    `Served`."""
     if entry.is_mine():
         return
     until = time.monotonic() + _ENDING

@@ -22,7 +22,7 @@ class Replica(NamedTuple):
 class View:
     number: int  # greater than those of the views before it
     server: Replica
-    backup: Replica | None = None  # that goes on if the server cannot be reached
+    backup: Replica | None = None  # goes on if the server cannot be reached
 
     def alone(self, one: Replica) -> View:
         """The next view, in which one of them goes on without the other."""

@@ -472,6 +472,25 @@ def test_a_server_writes_its_last_reply_before_it_leaves_its_workers_to_an_heir(
     stopped.backup.stop()
 
 
+def test_a_server_whose_backup_stands_still_does_not_leave_and_goes_on() -> None:
+    server, client, w = _C.ParameterServer(1 << 20, print), _C.ParameterClient(0, 1, 1 << 16), torch.ones(16)
+    stopped = Stopped(server)
+    let_in(server, client)
+    attach(client, server)
+    block, offset = make_block(server)
+    parts = _C.ParameterParts([(0, block, 0, 64, offset)])
+    call = client.send("initialise", parts, w.data_ptr())
+    assert not client.wait(call, 0.1)
+    with pytest.raises(InvalidArgument, match="has not carried out its log in time"):
+        server.leave_to_backup()
+    assert not server.leaves
+    stopped.goes_on()
+    assert client.wait(call, 30.0)
+    assert client.wait(client.send("push", parts, w.data_ptr()), 30.0)
+    server.stop()
+    stopped.backup.stop()
+
+
 def make_table(server: Any, width: int) -> int:
     mode = {"mode": "asynchronous", "quorum": 0, "grace": 0.0, "staleness": 0, "group": "workers"}
     rule = {"kind": "sgd", "lr": 1.0}

@@ -39,7 +39,7 @@ def _first_difference(name: str, here: Any, there: Any) -> tuple[str, Any, Any]:
 
 
 class Calls:
-    """A worker, as `KeyValue` and all that belongs to it see it. Only `abort` may be called by another thread."""
+    """What `KeyValue`, pushes, pulls, tables and followers share of one worker. Other threads may call `abort` only."""
 
     def __init__(self, membership: Membership, questions: Questions, timeout: float) -> None:
         self.membership, self.client, self.questions = membership, membership.client, questions

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 class Process(Protocol):
     """What the listener's thread calls."""
 
-    on_change: Callable[[], None]  # called when a server or a backup has ended, or is about to
+    on_change: Callable[[], None]  # called when a server or a backup has ended
 
     def answer(
         self, connection: Connection, message: dict[str, Any], descriptors: list[int]
@@ -161,7 +161,7 @@ class Listener:
 
     def close(self) -> None:
         """Gives up the addresses, after `stop`."""
-        del self._process  # otherwise a circle would keep its servers alive
+        vars(self).pop("_process", None)  # otherwise a circle would keep its servers alive
         if self._door is not None:
             self._door.close()
         for end in (self._wake, self._woken, *(each.socket for each in self._arrived), self._unix):

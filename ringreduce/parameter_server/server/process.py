@@ -92,7 +92,7 @@ class ServerProcess:
         try:
             hello = {"worker": number, "backup": True, "capacity": server.capacity}
             given = [journal, server.bell, server.values, pidfd, theirs.fileno()]
-            connection, answer, (bell, values, its_pidfd) = doors.enter(address, self._secret, hello, given, timeout)
+            connection, answer, (bell, values, its_pidfd) = doors.enter(address, self._secret, hello, given, timeout, 3)
             name = str(answer["name"])
             about: dict[str, Any] = {"capacity": server.capacity, "name": name, "address": address.hex()}
             about |= {"bell": bell, "values": values, "pidfd": its_pidfd}
