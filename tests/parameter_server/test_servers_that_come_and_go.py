@@ -239,10 +239,12 @@ class Ending:
         self.has_ended = False
 
     def __getattr__(self, name: str) -> Any:
+        request = getattr(self._store, name)  # raises where a store of torch has no such request
+
         def call(*arguments: Any) -> Any:
             if self.has_ended:
                 raise dist.DistNetworkError("Broken pipe")
-            return getattr(self._store, name)(*arguments)
+            return request(*arguments)
 
         return call
 
