@@ -8,7 +8,8 @@
 // A plan whose round ends if it runs alone (ringreduce.plan.verify) ends so however many rounds there are, and in
 // batches (batches.h).
 //
-// `Block` is a thread block: DeviceBlock here, or those of stress/cpu_block.h for tests. All its threads take the same way.
+// `Block` is a thread block: DeviceBlock here, or those of stress/cpu_block.h for tests. All its threads take the same
+// way.
 //   index(), blocks()   its number in the grid, of how many
 //   job()               a BatchJob that all threads see
 //   every(n, f)         f(i) for all i < n, on several threads; whether all were true. All threads meet here.
