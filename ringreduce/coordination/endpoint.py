@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringreduce.common.failures import InvalidArgument, SystemFailure
-from ringreduce.coordination.process import Who, has_ended, identity, kernel
+from ringreduce.coordination.process import Who, has_ended, identity, local_network
 from ringreduce.network.secret import group_secret
 
 if TYPE_CHECKING:
@@ -122,8 +122,7 @@ def _machine(location: Location, nonce: bytes) -> str:
         return nonce.hex()
     if location.host_id:
         return f"RINGREDUCE_HOST_ID={location.host_id}"
-    # Processes can reach each other's abstract Unix sockets if they have the same kernel and network namespace.
-    return f"{kernel()}/{os.stat('/proc/self/ns/net').st_ino}"
+    return local_network()
 
 
 class Address(NamedTuple):
@@ -138,15 +137,14 @@ class Address(NamedTuple):
     """What it was started with."""
 
     def dump(self) -> str:
-        return json.dumps({**self._asdict(), **self.who._asdict()})
+        return json.dumps(self._asdict())
 
 
 @functools.lru_cache(maxsize=256)
 def _load(address: str) -> Address:
     """Kept, since each change asks several times."""
     facts = json.loads(address)
-    who = Who(*(facts[name] for name in Who._fields))
-    return Address(who, facts.get("ledger"), facts.get("endpoint"), facts.get("settings", {}))
+    return Address(**facts | {"who": Who(*facts["who"])})
 
 
 def address_of(member: Member) -> Address:

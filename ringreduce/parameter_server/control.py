@@ -14,14 +14,13 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import os
 import secrets
 import socket
 import struct
 from typing import Any
 
 from ringreduce.errors import SystemFailure
-from ringreduce.network.local import exactly
+from ringreduce.network.local import close_all, exactly
 from ringreduce.network.local import receive as receive_message
 
 MOST = 64 * 1024
@@ -63,8 +62,7 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
             raise ConnectionError("the other side closed the connection")
         return _parsed(data), descriptors
     except ConnectionError:
-        for descriptor in descriptors:
-            os.close(descriptor)
+        close_all(descriptors)
         raise
 
 

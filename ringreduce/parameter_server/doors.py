@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ringreduce.config import Options
-from ringreduce.coordination.process import kernel, own_pidfd
+from ringreduce.coordination.process import local_network, own_pidfd
 from ringreduce.errors import TopologyError
 from ringreduce.network.interfaces import Filter, local_interfaces
 from ringreduce.network.listener import Door, Peer
@@ -99,8 +99,7 @@ class Reached:
 
     def close(self) -> None:
         self.control.close()
-        for descriptor, _ in self.take():
-            os.close(descriptor)
+        close_all(descriptor for descriptor, _ in self.take())
 
 
 def reach(
@@ -167,5 +166,5 @@ def machine(options: Options) -> str:
     RINGREDUCE_HOST_ID or RINGREDUCE_TRANSPORT says otherwise."""
     if options.host_id:
         return f"host {options.host_id}"
-    here = f"{kernel()}/{os.stat('/proc/self/ns/net').st_ino}"
+    here = local_network()
     return f"{here}/{os.getpid()}/{_PROCESS}" if options.transport == "tcp" else here

@@ -254,10 +254,11 @@ def enter(entry: Entry, local: ServerProcess | None) -> KeyValue:
             reached = reach(entry.options, entry.secret, far, number, entry.deadline, undo, look)
         for server in range(entry.servers):
             process = process_of(entry.store, server, entry.founders)
-            name = called(server, entry.process(process))
+            its = entry.process(process)
+            name = called(server, its)
             try:
                 if process in reached:
-                    joined.append(_enter_far(entry, client, server, Replica(process, 0), reached[process]))
+                    joined.append(_enter_far(entry, client, server, Replica(process, 0), its, reached[process]))
                 else:
                     joined.append(_enter(entry, views, client, server))
             except TimeoutError:
@@ -295,7 +296,7 @@ def _enter(entry: Entry, views: Views | None, client: Any, server: int) -> Joine
             reached = entry.dial(views, one.process, entry.deadline, functools.partial(_look, views, server, view, its))
             with contextlib.ExitStack() as undo:
                 undo.callback(reached.close)
-                joined = _enter_far(entry, client, server, one, reached)
+                joined = _enter_far(entry, client, server, one, its, reached)
                 undo.pop_all()
             return joined
         except (TimeoutError, Refused):
@@ -327,10 +328,12 @@ def _let_in(entry: Entry, client: Any, server: int, its: dict[str, Any]) -> Join
     return Joined(connection, name, turn)
 
 
-def _enter_far(entry: Entry, client: Any, server: int, replica: Replica, reached: Reached) -> Joined:
+def _enter_far(
+    entry: Entry, client: Any, server: int, replica: Replica, its: dict[str, Any], reached: Reached
+) -> Joined:
     reached.control.settimeout(max(0.1, entry.deadline - time.monotonic()))
     ask(reached.control, entry.hello_to(server, replica.number))
-    name = called(server, entry.process(replica.process), replica.number)
+    name = called(server, its, replica.number)
     client.attach_far(server, name, replica.number)
     for descriptor, path in reached.take():
         client.connect(server, descriptor, path, replica.number)

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ringreduce
 from ringreduce import elastic
 from ringreduce.coordination import watch
+from ringreduce.coordination.endpoint import Address
 from ringreduce.coordination.join_queue import JoinQueue
 from ringreduce.coordination.process import identity
 from ringreduce.coordination.protocol import Member, View
@@ -710,7 +711,7 @@ def test_a_mismatch_is_raised_and_not_repeated() -> None:
 
 
 def nobody_lets_in(me: Rank) -> None:
-    founder = Member("founder", json.dumps(identity()._asdict()))
+    founder = Member("founder", Address(identity(), None, None, {}).dump())
     me.store.set("ringreduce/elastic/0/members now", View(0, (founder,)).dump())  # the founders have begun
     with pytest.raises(CollectiveTimeout, match="no member has looked who waits"):
         start(me, 1, timeout=timedelta(seconds=0.3))

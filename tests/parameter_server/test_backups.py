@@ -448,8 +448,8 @@ class Stopped:
         self.backup.follow(**given, name="the backup", address="")
 
 
-def test_a_server_writes_its_last_reply_before_it_leaves_its_workers_to_an_heir() -> None:
-    """A worker empties its lane when the heir serves: nobody else may write there by then."""
+def server_with_a_reply_to_write() -> tuple[Any, Stopped, Any, Any, Callable[[], Any]]:
+    """A server, its backup, which does nothing yet, a worker, its call that waits for the backup, and how it pushes."""
     server, client, w = _C.ParameterServer(1 << 20, print), _C.ParameterClient(0, 1, 1 << 16), torch.ones(16)
     stopped = Stopped(server)
     let_in(server, client)
@@ -458,6 +458,12 @@ def test_a_server_writes_its_last_reply_before_it_leaves_its_workers_to_an_heir(
     parts = _C.ParameterParts([(0, block, 0, 64, offset)])
     call = client.send("initialise", parts, w.data_ptr())
     assert not client.wait(call, 0.1)  # answered once the backup has carried it out
+    return server, stopped, client, call, lambda: client.send("push", parts, w.data_ptr())
+
+
+def test_a_server_writes_its_last_reply_before_it_leaves_its_workers_to_an_heir() -> None:
+    """A worker empties its lane when the heir serves: nobody else may write there by then."""
+    server, stopped, client, call, push = server_with_a_reply_to_write()
     leaving = threading.Thread(target=server.leave_to_backup)
     leaving.start()
     leaving.join(0.2)
@@ -467,26 +473,19 @@ def test_a_server_writes_its_last_reply_before_it_leaves_its_workers_to_an_heir(
     assert not leaving.is_alive() and client.wait(call, 0.0)
     wait_until(lambda: bool(stopped.backup.is_heir))
     stopped.backup.serve_alone()
-    assert client.wait(client.send("push", parts, w.data_ptr()), 30.0)
+    assert client.wait(push(), 30.0)
     server.stop()
     stopped.backup.stop()
 
 
 def test_a_server_whose_backup_stands_still_does_not_leave_and_goes_on() -> None:
-    server, client, w = _C.ParameterServer(1 << 20, print), _C.ParameterClient(0, 1, 1 << 16), torch.ones(16)
-    stopped = Stopped(server)
-    let_in(server, client)
-    attach(client, server)
-    block, offset = make_block(server)
-    parts = _C.ParameterParts([(0, block, 0, 64, offset)])
-    call = client.send("initialise", parts, w.data_ptr())
-    assert not client.wait(call, 0.1)
+    server, stopped, client, call, push = server_with_a_reply_to_write()
     with pytest.raises(InvalidArgument, match="has not carried out its log in time"):
         server.leave_to_backup()
     assert not server.leaves
     stopped.goes_on()
     assert client.wait(call, 30.0)
-    assert client.wait(client.send("push", parts, w.data_ptr()), 30.0)
+    assert client.wait(push(), 30.0)
     server.stop()
     stopped.backup.stop()
 

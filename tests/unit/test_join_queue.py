@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from ringreduce.coordination import join_queue, wait
+from ringreduce.coordination.endpoint import Address
 from ringreduce.coordination.join_queue import (
     FORGOTTEN_AFTER,
     LOOK_FOR_JOINERS,
@@ -27,7 +28,7 @@ from ringreduce.coordination.store import Bounded
 from ringreduce.coordination.torch_store import KeyStore
 from ringreduce.errors import CollectiveTimeout, SystemFailure
 
-ADDRESS = json.dumps(identity()._asdict())
+ADDRESS = Address(identity(), None, None, {}).dump()
 
 
 class Clock:

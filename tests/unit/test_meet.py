@@ -21,7 +21,7 @@ from processes import Logged
 from torch.distributed import HashStore
 
 from ringreduce.coordination import watch
-from ringreduce.coordination.endpoint import Location, PreparedEndpoint
+from ringreduce.coordination.endpoint import Address, Location, PreparedEndpoint
 from ringreduce.coordination.process import has_ended, identity, open_process, own_pidfd
 from ringreduce.coordination.protocol import Member, View
 from ringreduce.coordination.store import Bounded
@@ -392,7 +392,7 @@ def test_a_process_that_has_the_number_of_one_that_has_ended() -> None:
     with pytest.raises(ProcessLookupError, match="another one has its number"):
         open_process(earlier)
     assert os.listdir("/proc/self/fd") == before
-    address = json.dumps(earlier._asdict())
+    address = Address(earlier, None, None, {}).dump()
     looks = watch.Watch(View(0, (Member("it", address),)), "me", Bounded(HashStore()), 1.0)
     assert looks.ended() == ["it"]
     looks.stop()

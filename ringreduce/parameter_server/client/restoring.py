@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from ringreduce import _C
+from ringreduce.coordination.wait import every, wait_for
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, SystemFailure
 from ringreduce.parameter_server.arguments import Timeout, check_key
 from ringreduce.parameter_server.checks import shown
@@ -60,13 +61,8 @@ class Snapshot:
     def wait(self, timeout: Timeout = None) -> Path:
         """Waits until it is complete; returns its folder. `timeout` is in seconds (default: that of `join`). Raises
         `CollectiveTimeout`, and otherwise as `done`."""
-        deadline = self.through.until(timeout)
-        while not self.done():
-            if time.monotonic() > deadline:
-                raise CollectiveTimeout(
-                    f"the snapshot {self.folder} was not written in time; the servers go on with it"
-                )
-            time.sleep(0.01)
+        if not wait_for(self.done, every(0.01), self.through.until(timeout)):
+            raise CollectiveTimeout(f"the snapshot {self.folder} was not written in time; the servers go on with it")
         return self.path
 
 
@@ -111,10 +107,8 @@ def restore(calls: Calls, path: Path, deadline: float) -> list[str]:
 
 
 def _restored_by(calls: Calls, worker: str, path: Path, key: str, deadline: float) -> list[str]:
-    while not calls.membership.store.check([key]):
-        if time.monotonic() > deadline:
-            raise CollectiveTimeout(f"restore: worker {worker}, which came first, has not restored {path} in time")
-        time.sleep(_LOOK)
+    if not wait_for(lambda: calls.membership.store.check([key]), every(_LOOK), deadline):
+        raise CollectiveTimeout(f"restore: worker {worker}, which came first, has not restored {path} in time")
     found = json.loads(calls.membership.store.get(key))
     if "error" in found:
         raise InvalidArgument(f"worker {worker} has tried to restore {path}: {found['error']}")

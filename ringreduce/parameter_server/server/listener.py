@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from ringreduce.errors import RingReduceError, SystemFailure
 from ringreduce.network.listener import Door
-from ringreduce.network.local import check_user
+from ringreduce.network.local import check_user, close_all
 from ringreduce.parameter_server import control
 from ringreduce.parameter_server.doors import GROUP
 from ringreduce.parameter_server.server.shard import Shard
@@ -246,15 +246,13 @@ class Listener:
         except SystemFailure as error:  # the answer is too long, which is no reason to end the connection
             control.send(connection.socket, {"error": ["SystemFailure", str(error)]} | number)
         finally:
-            for descriptor in given:
-                os.close(descriptor)
+            close_all(given)
 
     def _forget(self, connection: Connection) -> None:
         with self.changed:
             del self._connections[connection.socket.fileno()]
             if connection.data is not None:  # nobody will take over its connections
-                for descriptor, _ in connection.data.sockets:
-                    os.close(descriptor)
+                close_all(descriptor for descriptor, _ in connection.data.sockets)
                 connection.data.sockets, connection.data.take = [], lambda descriptor, path: os.close(descriptor)
             self.changed.notify_all()
         connection.socket.close()

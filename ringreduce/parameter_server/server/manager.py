@@ -14,8 +14,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
 
+from ringreduce.coordination.wait import every, wait_for
 from ringreduce.errors import Aborted, CollectiveTimeout, RingReduceError
 from ringreduce.parameter_server.doors import lives
 from ringreduce.parameter_server.server.process import ServerProcess
@@ -30,11 +30,6 @@ _PATIENCE = 5.0
 """Seconds within which another process must make a backup."""
 
 log = logging.getLogger(__name__)
-
-
-def _wait(until: Callable[[], bool], deadline: float) -> None:
-    while not until() and time.monotonic() < deadline:
-        time.sleep(_SOON)
 
 
 class ReplicaManager:
@@ -161,8 +156,8 @@ class ReplicaManager:
             with contextlib.suppress(OSError):  # that process has ended, and others will serve what it did
                 address = bytes.fromhex(self._directory.processes()[richest]["address"])
                 self._local.wish_for_server(self._number, address, _PATIENCE)
-            _wait(lambda: len(self._local.serving()) > mine, time.monotonic() + _LOOK)  # noqa: B023
-            _wait(lambda: self._served == self._local.serving(), deadline)  # until the store knows
+            wait_for(lambda: len(self._local.serving()) > mine, every(_SOON), time.monotonic() + _LOOK)  # noqa: B023
+            wait_for(lambda: self._served == self._local.serving(), every(_SOON), deadline)  # until the store knows
 
     def take_share_between_hosts(self, servers: int, deadline: float) -> None:
         """The same if backups are reached by TCP. A server has only one backup there, so it comes in two steps: its
@@ -196,7 +191,7 @@ class ReplicaManager:
                     replication.wish_for(number, view.backup.process, has, _PATIENCE)
                 if view.server.process != self._number:
                     replication.wish_for(number, view.server.process, has, _PATIENCE)
-            _wait(lambda: number in self._local.serving(), time.monotonic() + _LOOK)
+            wait_for(lambda: number in self._local.serving(), every(_SOON), time.monotonic() + _LOOK)
             view = replication.views.of(number) or view
 
     def give_away(self, timeout: float) -> bool:
@@ -209,11 +204,11 @@ class ReplicaManager:
         self._local.is_leaving = True
         with self._looking:
             for number, shard in self._local.serving().items():
-                _wait(lambda: not shard.is_saving(), deadline)  # noqa: B023
+                wait_for(lambda: not shard.is_saving(), every(_SOON), deadline)  # noqa: B023
                 while self._local.shards.get(number) is shard and not shard.is_saving() and time.monotonic() < deadline:
                     if shard.server.has_backup:
                         self._local.hand_over(number)
-                        _wait(self._have_left, deadline)
+                        wait_for(self._have_left, every(_SOON), deadline)
                     elif not self._local.lacks_backup(shard):  # it is being decided who goes on
                         time.sleep(_SOON)
                     elif not self._have_backup(number):

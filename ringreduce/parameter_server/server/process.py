@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from ringreduce.coordination.process import own_pidfd
 from ringreduce.errors import Aborted, InvalidArgument, RingReduceError
 from ringreduce.network.listener import Door
+from ringreduce.network.local import close_all
 from ringreduce.parameter_server import control, doors
 from ringreduce.parameter_server.exits import open_until_exit
 from ringreduce.parameter_server.modes import READERS
@@ -290,8 +291,7 @@ class ServerProcess:
         except Exception as error:  # an invalid message must not end the door's thread
             return {"error": ["InvalidArgument", f"a message that says nothing known: {error!r}"]}, []
         finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
+            close_all(descriptors)
 
     def _welcome(
         self, connection: Connection, hello: dict[str, Any], descriptors: list[int]
