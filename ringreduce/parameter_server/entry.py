@@ -124,7 +124,7 @@ class Entry:
         """Raises the error with which a founder has given up this incarnation, or `PeerLost` if one has ended before
         all have entered; `Stale` if that was an earlier process. A process sees the ends of those on its machine."""
         self.raise_if_given_up()
-        if time.monotonic() < self._look_again or self.is_over():
+        if time.monotonic() < self._look_again:
             return
         self._look_again = time.monotonic() + max(CHECK_PROCESSES, CHECK_BY_RANK * self.founders)
         self._look_who_came()

@@ -140,7 +140,7 @@ def _founding(entry: Entry, given: Given) -> Iterator[ServerProcess]:
         if len(set(entry.machines)) == 1 or entry.has_far_backups:
             _manage(entry, local)
     except BaseException as error:
-        stale = isinstance(error, Stale) or (isinstance(error, PeerLost) and entry.is_stale())
+        stale = isinstance(error, Stale) or (isinstance(error, (PeerLost, InvalidArgument)) and entry.is_stale())
         entry.give_up(PeerLost("processes that have ended had begun to found it; join again") if stale else error)
         if local is not None:
             local.close()

@@ -19,6 +19,7 @@ from test_workers_and_servers import SMALL
 import ringreduce.parameter_server as ps
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost
 from ringreduce.parameter_server.arguments import MOST_SERVERS, MOST_WORKERS
+from ringreduce.parameter_server.entry import Entry
 from ringreduce.parameter_server.founding import _PREFIX as PREFIX
 
 LONG = 2 * deadline()
@@ -102,6 +103,29 @@ def test_what_an_earlier_attempt_has_left_behind_does_not_count(
             ranks.signal(rank, signal.SIGKILL)
         ranks.results(but=comes)
     assert run(founds, 3, of_launcher.port, founders) == [[] if founders == "servers" else [1.0, 1.0]] * 3
+
+
+def founds_with_other_arguments(me: Rank, port: int) -> list[float]:
+    """Rank 0 comes first, and does not notice at its first look that those of the earlier attempt have ended."""
+    if me.rank == 0:
+        first, check = iter([True]), Entry.check_founding
+        with mock.patch.object(Entry, "check_founding", lambda entry: next(first, False) or check(entry)):
+            return founds(me, port, "servers")
+    store = torch.distributed.TCPStore("127.0.0.1", port)
+    while store.get(f"{PREFIX}/default/making") != b"2":
+        time.sleep(0.01)
+    return founds(me, port, "servers")
+
+
+def test_an_earlier_attempt_may_have_had_other_arguments() -> None:
+    of_launcher = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with Ranks(is_an_earlier_attempt, 3, of_launcher.port, (1, 2), "founding._make_known") as ranks:
+        ranks.reports(but=[0])
+        of_launcher.wait([f"{PREFIX}/default/1/block bytes"])
+        ranks.signal(1, signal.SIGKILL)
+        ranks.signal(2, signal.SIGKILL)
+        ranks.results(but=(1, 2))
+    assert run(founds_with_other_arguments, 3, of_launcher.port) == [[]] * 3
 
 
 def waits_for_one(me: Rank) -> tuple[str, int] | None:
