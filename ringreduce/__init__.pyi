@@ -39,6 +39,7 @@ from ringreduce.api import (
 )
 from ringreduce.config import Options as Options
 from ringreduce.groups.arena import arena_stats as arena_stats, share_allocations as share_allocations
+from ringreduce.groups.as_gloo import as_gloo as as_gloo
 from ringreduce.groups.stats import dump_flight_record as dump_flight_record, stats as stats, topology_of as topology_of
 from ringreduce.groups.survivors import Agreement as Agreement
 from ringreduce.groups.tensors import (

@@ -1,7 +1,7 @@
 """Makes the backend known to torch.distributed, from the `torch.backends` entry point or from `import ringreduce`.
 
 torch runs `register` inside every `import torch`, where an exception would break torch itself. So this module imports
-nothing heavy, and what goes wrong is logged at debug level.
+nothing heavy, and what goes wrong is logged.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import sys
 from typing import Any
 
 NAME = "ringreduce"
+AS_GLOO = "RINGREDUCE_AS_GLOO"
 
 
-def _create(dist_backend_opts: Any, pg_options: Any) -> Any:
+def create(dist_backend_opts: Any, pg_options: Any) -> Any:
     """Called by torch for each new group; the extension is loaded at the first."""
     from ringreduce.groups.make import create
 
@@ -33,12 +34,23 @@ def register() -> None:
             # A list, since torch walks a string letter by letter. No "cuda" where torch has none: torch puts what it
             # gathers on the first device that is not the CPU.
             devices = ["cpu", "cuda"] if torch.version.cuda or torch.version.hip else ["cpu"]
-            dist.Backend.register_backend(NAME, _create, extended_api=True, devices=devices)
+            dist.Backend.register_backend(NAME, create, extended_api=True, devices=devices)
             # Groups keep a flight record of their own. From 2.15 on torch would keep another, for 2 us a call or more.
             recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
             recording.add(NAME)
+            if os.environ.get(AS_GLOO, "").strip() not in ("", "0"):
+                _as_gloo()
     except Exception:
         logging.getLogger(__name__).debug("backend %s was not registered", NAME, exc_info=True)
+
+
+def _as_gloo() -> None:
+    try:
+        from ringreduce.groups.as_gloo import as_gloo
+
+        as_gloo()
+    except Exception as error:  # the user has asked for it, so this is a warning
+        logging.getLogger(__name__).warning("%s has no effect, groups of gloo stay with Gloo: %s", AS_GLOO, error)
 
 
 def register_if_needed() -> None:

@@ -25,6 +25,7 @@ OTHER_VARIABLES: Mapping[str, str] = {
     "RINGREDUCE_LIBNCCL": "the file of NCCL's library (default: the one that torch uses, or a wheel's)",
     "RINGREDUCE_NVCC": "the nvcc that compiles GPU kernels at first use, and in a build; 0: none",
     "RINGREDUCE_WERROR": "1: warnings end a build",
+    "RINGREDUCE_AS_GLOO": "1: groups of backend 'gloo' run on ringreduce (ringreduce.as_gloo)",
     "RINGREDUCE_LIFE": "set by `ringreduce keep` for the program that it starts",
 }
 """Variables of no knob. Those that begin with one of OF_TESTS belong to tests."""

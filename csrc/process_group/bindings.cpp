@@ -324,6 +324,7 @@ void bind_group(py::module_& m) {
       // These two are virtual functions of c10d that torch does not bind for every backend.
       .def_property_readonly("options", &Group::getBackendOptions)
       .def("get_error", &Group::getError)
+      .def("show_as_gloo", &Group::show_as_gloo)
       .def("add_plan", with_plan(&Group::add_plan), no_gil, py::arg("collective"), py::arg("lowered"),
            py::arg("digest"), py::arg("most_bytes"), py::arg("slice_bytes") = 0)
       .def("register_plan", with_plan(&Group::register_plan), no_gil, py::arg("collective"), py::arg("lowered"),

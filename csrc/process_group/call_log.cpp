@@ -27,29 +27,29 @@ using c10d::OpType;
 
 struct Name {
   OpType type;
-  const char* title;
+  const char *title, *title_of_gloo;
 };
 constexpr std::size_t kPrefix = sizeof("ringreduce:") - 1;
 constexpr Name kNames[] = {
-    {OpType::BROADCAST, "ringreduce:broadcast"},
-    {OpType::ALLREDUCE, "ringreduce:all_reduce"},
-    {OpType::ALLREDUCE_COALESCED, "ringreduce:all_reduce"},
-    {OpType::_ALLREDUCE_SPARSE, "ringreduce:sparse_all_reduce"},
-    {OpType::REDUCE, "ringreduce:reduce"},
-    {OpType::ALLGATHER, "ringreduce:all_gather"},
-    {OpType::_ALLGATHER_BASE, "ringreduce:all_gather"},
-    {OpType::ALLGATHER_COALESCED, "ringreduce:all_gather"},
-    {OpType::REDUCE_SCATTER, "ringreduce:reduce_scatter"},
-    {OpType::_REDUCE_SCATTER_BASE, "ringreduce:reduce_scatter"},
-    {OpType::GATHER, "ringreduce:gather"},
-    {OpType::SCATTER, "ringreduce:scatter"},
-    {OpType::ALLTOALL, "ringreduce:all_to_all"},
-    {OpType::ALLTOALL_BASE, "ringreduce:all_to_all"},
-    {OpType::BARRIER, "ringreduce:barrier"},
-    {OpType::SEND, "ringreduce:send"},
-    {OpType::RECV, "ringreduce:recv"},
-    {OpType::RECVANYSOURCE, "ringreduce:recvAnySource"},
-    {OpType::COALESCED, "ringreduce:coalesced"},
+    {OpType::BROADCAST, "ringreduce:broadcast", "gloo:broadcast"},
+    {OpType::ALLREDUCE, "ringreduce:all_reduce", "gloo:all_reduce"},
+    {OpType::ALLREDUCE_COALESCED, "ringreduce:all_reduce", "gloo:all_reduce"},
+    {OpType::_ALLREDUCE_SPARSE, "ringreduce:sparse_all_reduce", "gloo:sparse_all_reduce"},
+    {OpType::REDUCE, "ringreduce:reduce", "gloo:reduce"},
+    {OpType::ALLGATHER, "ringreduce:all_gather", "gloo:all_gather"},
+    {OpType::_ALLGATHER_BASE, "ringreduce:all_gather", "gloo:all_gather"},
+    {OpType::ALLGATHER_COALESCED, "ringreduce:all_gather", "gloo:all_gather"},
+    {OpType::REDUCE_SCATTER, "ringreduce:reduce_scatter", "gloo:reduce_scatter"},
+    {OpType::_REDUCE_SCATTER_BASE, "ringreduce:reduce_scatter", "gloo:reduce_scatter"},
+    {OpType::GATHER, "ringreduce:gather", "gloo:gather"},
+    {OpType::SCATTER, "ringreduce:scatter", "gloo:scatter"},
+    {OpType::ALLTOALL, "ringreduce:all_to_all", "gloo:all_to_all"},
+    {OpType::ALLTOALL_BASE, "ringreduce:all_to_all", "gloo:all_to_all"},
+    {OpType::BARRIER, "ringreduce:barrier", "gloo:barrier"},
+    {OpType::SEND, "ringreduce:send", "gloo:send"},
+    {OpType::RECV, "ringreduce:recv", "gloo:recv"},
+    {OpType::RECVANYSOURCE, "ringreduce:recvAnySource", "gloo:recvAnySource"},
+    {OpType::COALESCED, "ringreduce:coalesced", "gloo:coalesced"},
 };
 
 struct Registry {
@@ -72,9 +72,10 @@ void cannot_write(int global_rank, const std::exception& error) {
 
 }  // namespace
 
-const char* profiling_title(OpType type) {
+const char* profiling_title(OpType type, bool as_gloo) {
   const auto* found = std::find_if(std::begin(kNames), std::end(kNames), [&](const Name& n) { return n.type == type; });
-  return found == std::end(kNames) ? "ringreduce:unknown" : found->title;
+  if (found == std::end(kNames)) return "ringreduce:unknown";
+  return as_gloo ? found->title_of_gloo : found->title;
 }
 
 const char* name_of(OpType type) {

@@ -22,8 +22,8 @@
 
 namespace ringreduce {
 
-// "ringreduce:all_reduce" for OpType::ALLREDUCE: what profiles show, as they show "gloo:all_reduce". Lives for ever.
-const char* profiling_title(c10d::OpType type);
+// "ringreduce:all_reduce" for OpType::ALLREDUCE: what profiles show. `as_gloo`: "gloo:all_reduce". Lives for ever.
+const char* profiling_title(c10d::OpType type, bool as_gloo = false);
 // "all_reduce": what stands everywhere else.
 const char* name_of(c10d::OpType type);
 

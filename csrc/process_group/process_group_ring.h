@@ -166,6 +166,9 @@ class ProcessGroupRing : public c10d::Backend {
   // Returns when all collectives made so far, and what hangs on them, have ended.
   void waitForPendingWorks() override;
 
+  // Profiles show the group's calls as those of Gloo. To be called before the first one.
+  void show_as_gloo() { shared_->as_gloo = true; }
+
   // Makes a synchronous call on plain tensors, without c10d's lists and Work. False, with nothing done, if the call
   // takes more than that, or the arguments are wrong.
   bool call_now(const Collective& collective, const at::Tensor& output, const at::Tensor& input);

@@ -33,6 +33,7 @@ struct WorkSurroundings {
   CallQueue queue;
   Completions completions;
   std::unique_ptr<CallLog> log;
+  bool as_gloo = false;  // whether the program knows the group as one of Gloo, as profiles then do
   ForkMark fork;
   std::atomic<bool> timing{false};
   std::function<void(std::shared_ptr<c10d::WorkInfo>)> on_completion;  // set once, before `hooked`
@@ -78,7 +79,7 @@ class CallWork : public c10d::Work {
   // The group's log is told of `call` and its tensors; so is the profiler, of the inputs or, for want of any, outputs.
   CallWork(std::shared_ptr<WorkSurroundings> surroundings, int rank, const CallLog::Call& call,
            const TensorList& inputs, TensorList outputs)
-      : Work(rank, call.type, at::hasCallbacks() ? profiling_title(call.type) : nullptr,
+      : Work(rank, call.type, at::hasCallbacks() ? profiling_title(call.type, surroundings->as_gloo) : nullptr,
              at::hasCallbacks() ? std::optional(inputs.empty() ? outputs : inputs) : std::nullopt),
         surroundings_(std::move(surroundings)),
         sequence_(call.sequence),

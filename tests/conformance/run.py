@@ -1,6 +1,6 @@
-"""Runs PyTorch's suite with ringreduce and with Gloo, and puts the counts side by side.
+"""Runs PyTorch's suite with ringreduce, by name and as Gloo, and with Gloo, and puts the counts side by side.
 
-    python tests/conformance/run.py                                 # both on 2, 3, 4 and 8 ranks
+    python tests/conformance/run.py                                 # all on 2, 3, 4 and 8 ranks
     python tests/conformance/run.py --run ringreduce:3 -k barrier   # some tests of one of them
 
 Every test has processes of its own, forked from this one, and a deadline, after which they are killed. What they print
@@ -140,7 +140,7 @@ def run(backend: str, size: int, pattern: str, logs: Path, jobs: int, deadline: 
         while waiting or running:
             while waiting and len(running) < jobs:
                 test = waiting.popleft()
-                if backend == "ringreduce" and test in LEFT_OUT:
+                if backend != "gloo" and test in LEFT_OUT:
                     yield Result(backend, size, test, "left out", detail=LEFT_OUT[test])
                     continue
                 running.append(Running(case, test, logs / f"{test}.log", deadline + SPARE))
@@ -174,7 +174,7 @@ def unmatched(results: list[Result]) -> list[str]:
     return [
         f"{r.test} x{r.size}: {r.outcome}, {r.detail}"
         for r in results
-        if r.backend == "ringreduce" and r.outcome == "skipped" and (r.size, r.test) in passed
+        if r.backend != "gloo" and r.outcome == "skipped" and (r.size, r.test) in passed
     ]
 
 
@@ -184,7 +184,7 @@ def main() -> int:
         "--run",
         nargs="+",
         metavar="BACKEND:SIZE",
-        default=[f"{backend}:{size}" for size in (3, 2, 4, 8) for backend in ("gloo", "ringreduce")],
+        default=[f"{backend}:{size}" for size in (3, 2, 4, 8) for backend in ("gloo", "ringreduce", "as_gloo")],
     )
     parser.add_argument("-k", metavar="PATTERN", default="*", help="tests whose name matches, such as 'test_all_*'")
     parser.add_argument("--jobs", type=int, default=4, help="tests at once")
@@ -209,13 +209,13 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "results.json").write_text(json.dumps([dataclasses.asdict(r) for r in results], indent=1))
     for r in results:  # what Gloo fails is in the logs
-        if r.backend == "ringreduce" and r.outcome in ("failed", "hung"):
+        if r.backend != "gloo" and r.outcome in ("failed", "hung"):
             print(f"\n==== {r.outcome}: {r.test}, {r.backend} x{r.size}\n{CPP_FRAME.sub('', r.detail)}")
     print(f"\n{table(results, times)}\n")
     missed = unmatched(results)
     print("\n".join(["passed with Gloo, not run with ringreduce:", *missed]) if missed else "", end="")
     print(f"every result: {args.out}/results.json, what the tests printed: {args.out}/*/*.log")
-    return int(bool(missed) or any(r.backend == "ringreduce" and r.outcome in ("failed", "hung") for r in results))
+    return int(bool(missed) or any(r.backend != "gloo" and r.outcome in ("failed", "hung") for r in results))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,9 @@ import torch.testing._internal.distributed as home
 from left_out import ADAPTED
 from torch.testing._internal.common_distributed import DistTestCases, MultiProcessTestCase
 
+import ringreduce
+
+AS_GLOO = "as_gloo"
 NAME = f"{home.__name__}.distributed_test"
 GRACE = 10.0
 """Seconds in which other ranks may end too, after one has failed or skipped."""
@@ -38,11 +41,14 @@ class Hung(Exception):
 
 
 def load(backend: str, size: int) -> Any:
-    """The suite as a test case; replaces the one that was loaded before."""
-    os.environ.update(BACKEND=backend, WORLD_SIZE=str(size), INIT_METHOD="file:///set/by/each/test")
+    """The suite as a test case; replaces the one that was loaded before. `backend`: "as_gloo" is "gloo" to the suite,
+    with `ringreduce.as_gloo`."""
+    ringreduce.as_gloo(backend == AS_GLOO)
+    name = name_of(backend)
+    os.environ.update(BACKEND=name, WORLD_SIZE=str(size), INIT_METHOD="file:///set/by/each/test")
     for backends in DistTestCases.backend_feature.values():
         if "gloo" in backends:
-            backends.add(backend)
+            backends.add(name)
     dist.monitored_barrier = _monitored_barrier(backend)
     spec = importlib.util.spec_from_loader(NAME, _Loader(backend))
     assert spec is not None and spec.loader is not None
@@ -52,12 +58,15 @@ def load(backend: str, size: int) -> Any:
     return _test_case(module)
 
 
+def name_of(backend: str) -> str:
+    """What the suite calls a backend."""
+    return "gloo" if backend == AS_GLOO else backend
+
+
 def _monitored_barrier(backend: str) -> Any:
     """torch's function refuses all backends but Gloo by name."""
     if backend != "ringreduce":
         return dist.distributed_c10d.monitored_barrier
-    import ringreduce
-
     return ringreduce.monitored_barrier
 
 
@@ -87,11 +96,11 @@ class _Rename(ast.NodeTransformer):
     """ "gloo", "mpi" and dist.Backend.GLOO become the backend's name; lines stay where they are."""
 
     def __init__(self, backend: str) -> None:
-        self.backend = backend
+        self.name, self.adapts = name_of(backend), backend != "gloo"
         self.adapted: dict[str, str] = {}
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        if self.backend == "ringreduce" and node.name in ADAPTED:
+        if self.adapts and node.name in ADAPTED:
             self.adapted = dict(ADAPTED[node.name])
             self.generic_visit(node)
             assert not self.adapted, f"{node.name} of this torch has no {list(self.adapted)}"
@@ -105,11 +114,11 @@ class _Rename(ast.NodeTransformer):
         return super().visit(node)
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
-        return ast.copy_location(ast.Constant(self.backend), node) if node.value in ("gloo", "mpi") else node
+        return ast.copy_location(ast.Constant(self.name), node) if node.value in ("gloo", "mpi") else node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         if node.attr == "GLOO":
-            return ast.copy_location(ast.Constant(self.backend), node)
+            return ast.copy_location(ast.Constant(self.name), node)
         return self.generic_visit(node)
 
 
