@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +90,21 @@ def analysis(folder: Path, *arguments: str) -> str:
     return done.stdout + done.stderr
 
 
+def merged(folder: Path) -> dict[str, Any]:
+    """What `ringreduce trace` says of the same records."""
+    records = map(str, sorted(folder.glob("rank*")))
+    command = [sys.executable, "-m", "ringreduce", "trace", *records, "--save", str(folder / "trace.json"), "--json"]
+    said: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    return said
+
+
 def test_flight_records_on_demand(tmp_path: Path) -> None:
     run(recorded, 3, str(tmp_path))
     assert "Not all ranks joining collective" not in (text := analysis(tmp_path))
     assert "mismatch" not in text.lower()
+    said = merged(tmp_path)
+    assert said["not_ended"] == [] and {row["rank"] for row in said["last"]} <= {0, 1, 2}
+    assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) > sum(said["ranks"].values())
 
 
 def recorded(me: Rank, folder: str) -> None:
@@ -145,6 +157,8 @@ def test_a_timeout_leaves_a_record_that_names_the_culprit(tmp_path: Path) -> Non
     assert sorted(p.name for p in tmp_path.iterdir()) == ["rank0", "rank1", "rank2"]
     text = analysis(tmp_path)
     assert "missing ranks: {2}" in text, text
+    (row,) = merged(tmp_path)["not_ended"]
+    assert row["name"] == "all_reduce" and row["not_ended_by"] == [0, 1] and row["not_begun_by"] == [2]
 
 
 def timing_out(me: Rank, folder: str) -> None:
@@ -225,6 +239,7 @@ def counted(me: Rank) -> None:
             dist.all_reduce(torch.ones(1, dtype=torch.bool), op=dist.ReduceOp.AVG)
         if me.rank == 0:
             me.meet("rank 0 is late")
+            time.sleep(0.5)  # for the threads in which the others wait
         else:
             work = dist.barrier(async_op=True)
             torch.testing.assert_close(work.is_completed(), False)

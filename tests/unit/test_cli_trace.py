@@ -1,0 +1,139 @@
+"""`ringreduce trace`: flight records of several ranks, as one trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringreduce import cli
+from ringreduce.cli.trace import CLOCKS_DIFFER
+
+BEGIN = 1_800_000_000.0
+
+
+def entry(number: int, begun: float, ended: float | None, name: str = "all_reduce", group: str = "0") -> dict[str, Any]:
+    """As C++ writes it, but for the fields that `trace` does not read. Times are seconds after BEGIN."""
+    message = " " in name
+    return {
+        "process_group": (group, "default_pg"),
+        "profiling_name": f"ringreduce:{name}",
+        "is_p2p": message,
+        "collective_seq_id": 0 if message else number,
+        "p2p_seq_id": number if message else 0,
+        "state": "started" if ended is None else "completed",
+        "time_created_ns": round((BEGIN + begun) * 1e9),
+        "time_discovered_completed_ns": None if ended is None else round((BEGIN + ended) * 1e9),
+        "input_sizes": [[1000]],
+        "input_dtypes": ["Float"],
+    }
+
+
+def record(folder: Path, rank: int, entries: list[dict[str, Any]], ranks: str = "[0, 1, 2]") -> str:
+    path = folder / f"rank{rank}"
+    path.write_bytes(pickle.dumps({"pg_config": {"0": {"ranks": ranks}}, "entries": entries}))
+    return str(path)
+
+
+def found(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert cli.main(["trace", *arguments, "--json"]) == 0
+    said: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return said
+
+
+def test_the_rank_that_came_last_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [
+        record(tmp_path, 0, [entry(1, 0.0, 1.0), entry(2, 2.0, 2.5)]),
+        record(tmp_path, 1, [entry(1, 0.9, 1.0), entry(2, 2.4, 2.5)]),
+        record(tmp_path, 2, [entry(1, 0.1, 1.0), entry(2, 2.0, 2.5), entry(1, 3.0, 3.1, "send 2->0")]),
+    ]
+    said = found(capsys, *paths)
+    assert said["ranks"] == {"0": 2, "1": 2, "2": 3} and said["not_ended"] == [] and said["clock_offsets_s"] == {}
+    ((last),) = said["last"]
+    assert last["rank"] == 1 and last["collectives"] == 2 and last["waited_s"] == pytest.approx(1.3, abs=1e-5)
+    assert cli.main(["trace", *paths]) == 0
+    assert "1.3 s" in capsys.readouterr().out
+
+
+def test_calls_that_have_not_ended_name_who_has_not_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [
+        record(tmp_path, 0, [entry(7, 0.0, 0.1), entry(8, 1.0, None)]),
+        record(tmp_path, 1, [entry(7, 0.0, 0.1)]),
+        record(tmp_path, 2, [entry(7, 0.0, 0.1), entry(8, 1.5, None)]),
+    ]
+    (row,) = found(capsys, *paths)["not_ended"]
+    assert row["name"] == "all_reduce" and row["number"] == 8
+    assert row["not_ended_by"] == [0, 2] and row["not_begun_by"] == [1]
+    assert cli.main(["trace", *paths]) == 0
+    assert "all_reduce #8: not ended by ranks 0, 2; not begun by rank 1" in capsys.readouterr().out
+    # a rank without a file is not blamed
+    assert found(capsys, paths[0], paths[2])["not_ended"][0]["not_begun_by"] == []
+
+
+def test_clocks_of_other_hosts_are_corrected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ahead = 5.0
+    here = [entry(number, number, number + 0.5) for number in range(1, 6)]
+    there = [entry(number, number + ahead, number + 0.5 + ahead + 1e-5 * number) for number in range(1, 6)]
+    root = [entry(9, 9.0, 9.1, "broadcast")]  # ends at a rank before others begin: tells nothing of clocks
+    paths = [record(tmp_path, 0, here + root), record(tmp_path, 1, [*there, entry(9, 20.0, 20.1, "broadcast")])]
+    said = found(capsys, *paths)
+    assert said["clock_offsets_s"] == {"1": pytest.approx(ahead, abs=1e-4)}
+    trace = tmp_path / "trace.json"
+    assert cli.main(["trace", *paths, "--save", str(trace)]) == 0
+    assert "its clock is 5" in capsys.readouterr().out
+    calls = [each for each in json.loads(trace.read_text())["traceEvents"] if each["ph"] == "X"]
+    begins = [{each["pid"]: each["ts"] for each in calls if each["args"]["number"] == number} for number in range(1, 6)]
+    assert all(abs(each[0] - each[1]) < CLOCKS_DIFFER * 1e6 for each in begins)
+
+
+def test_the_trace_has_all_calls(tmp_path: Path) -> None:
+    calls = [entry(1, 0.0, 0.25), entry(2, 1.0, None), entry(1, 0.5, 0.75, "send 0->1", "0:0 to 1")]
+    trace = tmp_path / "trace.json"
+    assert cli.main(["trace", record(tmp_path, 3, calls), "--save", str(trace)]) == 0
+    written = json.loads(trace.read_text())["traceEvents"]
+    named = {(each["name"], each.get("tid")): each["args"]["name"] for each in written if each["ph"] == "M"}
+    assert named == {
+        ("process_name", None): "rank 3",
+        ("thread_name", 0): "group 0",
+        ("thread_name", 1): "group 0:0 to 1",
+    }
+    shown = [(each["name"], each["ts"], each["dur"]) for each in written if each["ph"] == "X"]
+    assert [name for name, *_ in shown] == ["all_reduce", "all_reduce (not ended)", "send 0->1"]
+    assert shown[0][1:] == pytest.approx((0.0, 0.25e6), abs=1) and shown[1][2] == 0.0
+
+
+class Harmful:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("true",)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("record", pickle.dumps({}), "must end with the rank"),
+        ("rank0", b"no pickle", "no flight record"),
+        ("rank0", b"", "no flight record"),
+        ("rank0", pickle.dumps([1]), "no flight record"),
+        ("rank0", pickle.dumps({"pg_config": {}, "entries": [{}]}), "no flight record ('is_p2p')"),
+        ("rank0", pickle.dumps({"pg_config": {"0": {"ranks": "[0"}}, "entries": []}), "no flight record"),
+        ("rank0", pickle.dumps(Harmful()), "it refers to posix.system"),
+    ],
+)
+def test_what_is_no_record_is_refused(
+    name: str, content: bytes, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert cli.main(["trace", str(tmp_path / name)]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_two_files_of_a_rank_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "other").mkdir()
+    paths = [record(tmp_path, 1, []), record(tmp_path / "other", 1, [])]
+    assert cli.main(["trace", *paths]) == 2
+    assert "another file's name ends with 1 too" in capsys.readouterr().err
+    assert cli.main(["trace", paths[0]]) == 0 and "no collective is in" in capsys.readouterr().out
