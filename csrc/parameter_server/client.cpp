@@ -59,7 +59,7 @@ void Client::close_news() {
   news_ = FileDescriptor();
 }
 
-void Client::attach(std::uint32_t server, const std::string& name, std::uint32_t replica) {
+void Client::attach_far(std::uint32_t server, const std::string& name, std::uint32_t replica) {
   const Lock lock(mutex_);
   const std::uint32_t address = address_of(server, replica);
   peers_.at(server) = std::make_unique<Peer>(Peer{.name = name, .session = Session(worker_), .address = address});
@@ -401,7 +401,8 @@ std::shared_ptr<Call> Client::change(const std::vector<Part>& parts, std::uint64
   return call;
 }
 
-std::shared_ptr<Call> Client::pull(const std::vector<Part>& parts, std::byte* tensor, const Options& options) {
+std::shared_ptr<Call> Client::pull(const std::vector<Part>& parts, std::byte* tensor, Nanoseconds timeout,
+                                   Packing packing) {
   const auto call = std::make_shared<Call>();
   Hold hold(*this);
   try {
@@ -412,8 +413,8 @@ std::shared_ptr<Call> Client::pull(const std::vector<Part>& parts, std::byte* te
       item.call = call;
       item.into = tensor + part.begin;
       item.bytes = part.bytes;
-      item.packing = options.packing;
-      put(hold, part.server, std::move(item), options.timeout);
+      item.packing = packing;
+      put(hold, part.server, std::move(item), timeout);
     }
   } catch (...) {
     forget(*call);
@@ -447,7 +448,7 @@ void Client::forget(Call& call) {
     if (const std::size_t held = std::exchange(piece, SIZE_MAX); held != SIZE_MAX) drop(held);
 }
 
-std::shared_ptr<Call> Client::ask(RequestKind kind, const std::vector<std::uint32_t>& servers, const Options& options) {
+std::shared_ptr<Call> Client::ask(RequestKind kind, const std::vector<std::uint32_t>& servers, Nanoseconds timeout) {
   const auto call = std::make_shared<Call>();
   Hold hold(*this);
   for (const std::uint32_t server : servers) {
@@ -455,7 +456,7 @@ std::shared_ptr<Call> Client::ask(RequestKind kind, const std::vector<std::uint3
     Item item;
     item.request.kind = kind;
     item.call = call;
-    put(hold, server, std::move(item), options.timeout);
+    put(hold, server, std::move(item), timeout);
   }
   return call;
 }

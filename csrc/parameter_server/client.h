@@ -112,7 +112,7 @@ class Client {
                                                                 Nanoseconds timeout);
   // Attaches a server on another host; connect() then adds connections to it. A replica is a server or a backup of
   // these blocks; replicas are numbered from 0, the first server.
-  void attach(std::uint32_t server, const std::string& name, std::uint32_t replica = 0);
+  void attach_far(std::uint32_t server, const std::string& name, std::uint32_t replica = 0);
   // Attaches a backup that is reached by TCP. When the server has ended or is out of reach, the client repeats the
   // unanswered requests to the backup, which answers them once it has taken over.
   void attach_far_backup(std::uint32_t server, const std::string& name, std::uint32_t replica = 1);
@@ -139,7 +139,6 @@ class Client {
     std::int32_t priority = 0;
     double weight = 1;
     Nanoseconds timeout = kForever;
-    Packing packing = Packing::none;  // used for values pulled from other hosts
   };
   // A tensor to push, with all its parts.
   struct Pushed {
@@ -157,9 +156,11 @@ class Client {
   // Sends a request of any kind that carries the values of one tensor, which are not packed.
   std::shared_ptr<Call> send(RequestKind kind, const std::vector<Part>& parts, const std::byte* tensor,
                              const Options& options);
-  // Sends a pull for each part. Values of parts on other hosts are stored in `tensor`, which must stay valid until the
-  // call is over or cancelled. For parts on this host the reply only says that they may be read: see read().
-  std::shared_ptr<Call> pull(const std::vector<Part>& parts, std::byte* tensor, const Options& options);
+  // Sends a pull for each part. Values of parts on other hosts are packed as `packing` says, and stored in `tensor`,
+  // which must stay valid until the call is over or cancelled. For parts on this host the reply only says that they may
+  // be read: see read().
+  std::shared_ptr<Call> pull(const std::vector<Part>& parts, std::byte* tensor, Nanoseconds timeout = kForever,
+                             Packing packing = Packing::none);
   // Changes a number of the rule of each part (Rule::change).
   std::shared_ptr<Call> change(const std::vector<Part>& parts, std::uint64_t place, double number, Nanoseconds timeout);
   // Pushes rows of a table. `values` has a row for each id of the batch, and rows of the same id are added in order;
@@ -169,14 +170,15 @@ class Client {
   std::shared_ptr<Call> push_rows(const TablePlace& table, const RowSet& rows, const std::byte* values, bool distinct,
                                   const Options& options);
   // Asks for rows, which the servers put in the window.
-  std::shared_ptr<Call> pull_rows(const TablePlace& table, const RowSet& rows, const Options& options);
+  std::shared_ptr<Call> pull_rows(const TablePlace& table, const RowSet& rows, Nanoseconds timeout = kForever);
   // Copies these rows to `out`, which is laid out as `values` of push_rows(), and frees their room in the window. The
   // call must be over.
   void take_rows(const TablePlace& table, const RowSet& rows, Call& call, std::byte* out, bool distinct);
   // Gives up a call: when this returns, nothing more is stored in the caller's tensors.
   void cancel(Call& call);
   // Sends clock, barrier or leave to the servers.
-  std::shared_ptr<Call> ask(RequestKind kind, const std::vector<std::uint32_t>& servers, const Options& options);
+  std::shared_ptr<Call> ask(RequestKind kind, const std::vector<std::uint32_t>& servers,
+                            Nanoseconds timeout = kForever);
 
   // Waits until all pushes have been answered; returns false after the timeout.
   bool drain(Nanoseconds timeout);

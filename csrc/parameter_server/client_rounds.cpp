@@ -28,6 +28,7 @@ std::uint64_t Client::round_of(const std::vector<Part>& parts) {
 
 std::uint64_t Client::read_round(const std::vector<Part>& parts, const std::vector<std::byte*>& places,
                                  Nanoseconds timeout) {
+  if (places.size() != parts.size()) throw Error(ErrorKind::invalid_argument, "there must be a place for each part");
   std::uint64_t round = 0;  // as BlockWords::published
   const auto overtaken = [&](const Part& part) {
     return words_of(part).begun.load(std::memory_order_relaxed) >= round + 2;  // this update writes the same buffer

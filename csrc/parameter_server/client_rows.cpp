@@ -76,7 +76,7 @@ std::shared_ptr<Call> Client::push_rows(const TablePlace& table, const RowSet& r
   return call;
 }
 
-std::shared_ptr<Call> Client::pull_rows(const TablePlace& table, const RowSet& rows, const Options& options) {
+std::shared_ptr<Call> Client::pull_rows(const TablePlace& table, const RowSet& rows, Nanoseconds timeout) {
   const auto call = std::make_shared<Call>();
   call->pieces.assign(rows.servers(), SIZE_MAX);
   Hold hold(*this);
@@ -87,7 +87,7 @@ std::shared_ptr<Call> Client::pull_rows(const TablePlace& table, const RowSet& r
       if (ids.empty()) continue;
       take_turns(hold);
       if (!peer(server).alive) throw_lost(server);
-      const std::size_t piece = take_room(hold, ids.size() * (kId + table.row_bytes()), options.timeout);
+      const std::size_t piece = take_room(hold, ids.size() * (kId + table.row_bytes()), timeout);
       call->pieces[server] = piece;
       ++pieces_[piece].uses;  // one use for the request, and one for the call until take_rows()
       std::memcpy(data() + piece, ids.data(), ids.size_bytes());
@@ -98,7 +98,7 @@ std::shared_ptr<Call> Client::pull_rows(const TablePlace& table, const RowSet& r
       item.call = call;
       item.into = data() + piece + ids.size_bytes();
       item.bytes = ids.size() * table.row_bytes();
-      put(hold, server, std::move(item), options.timeout);
+      put(hold, server, std::move(item), timeout);
     }
   } catch (...) {
     forget(*call);

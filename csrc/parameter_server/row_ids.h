@@ -80,6 +80,7 @@ class RowSet {
   std::span<const std::int64_t> ids() const { return ids_; }
   // The ids of one server are at positions [begin(server), begin(server + 1)) of ids().
   std::size_t begin(std::size_t server) const { return begins_[server]; }
+  const std::vector<std::size_t>& begins() const { return begins_; }
   std::span<const std::int64_t> ids(std::size_t server) const {
     return ids().subspan(begins_[server], begins_[server + 1] - begins_[server]);
   }

@@ -96,8 +96,8 @@ Server::Connection Server::connection_of(WorkerSpec spec) {
   return connection;
 }
 
-void Server::join(WorkerSpec spec) {
-  Connection connection = connection_of(std::move(spec));
+void Server::join(const WorkerSpec& spec) {
+  Connection connection = connection_of(spec);
   order([&] {
     const WorkerId id = connection.spec.id;
     if (!serves_) throw Error(ErrorKind::invalid_argument, "this server is a backup, and has not taken over");
@@ -117,7 +117,7 @@ void Server::join(WorkerSpec spec) {
   });
 }
 
-void Server::join(WorkerId id, const std::string& group, std::size_t window, const std::string& name) {
+void Server::join_far(WorkerId id, const std::string& group, std::size_t window, const std::string& name) {
   const FileDescriptor memory = make_memory("ringreduce far window", lanes_bytes(0) + window);
   Connection connection;
   connection.spec = {id, group, duplicate(memory.get()).release(), lanes_bytes(0) + window, 0, 0, -1, -1, name};

@@ -94,10 +94,10 @@ class Server {
   // Error(aborted) after stop().
 
   // Lets in a worker on this host. Throws Error(invalid_argument) if the window does not match the specification.
-  void join(WorkerSpec worker);
+  void join(const WorkerSpec& worker);
   // Lets in a worker on another host, of which at most `window` bytes of pushes may be under way. connect() then adds
   // connections to it, and takes over the sockets.
-  void join(WorkerId id, const std::string& group, std::size_t window, const std::string& name = {});
+  void join_far(WorkerId id, const std::string& group, std::size_t window, const std::string& name = {});
   void connect(WorkerId id, int socket, std::string path);
   // Removes a worker, which gets no more replies. No effect if it is not there.
   void lose(WorkerId worker);

@@ -102,20 +102,6 @@ Engine::Ask asked_of(AskPython ask) {
   };
 }
 
-}  // namespace
-
-DType ringreduce::dtype_named(const std::string& wanted) {
-  if (const auto found = find_dtype(wanted)) return *found;
-  throw Error(ErrorKind::invalid_argument, "unknown dtype '" + wanted + "'");
-}
-ReduceOp ringreduce::reduce_op_named(const std::string& wanted) {
-  for (std::size_t i = 0; i < kReduceOpCount; ++i)
-    if (name(static_cast<ReduceOp>(i)) == wanted) return static_cast<ReduceOp>(i);
-  throw Error(ErrorKind::invalid_argument, "unknown reduce op '" + wanted + "'");
-}
-
-namespace {
-
 using Group = ProcessGroupRing;
 
 // A method that takes a plan, as one that takes what a plan is made of.
@@ -376,22 +362,21 @@ void bind_reports(py::module_& m) {
 
 // For tests and benchmarks.
 void bind_kernels(py::module_& m) {
-  m.def("kernel_supports", [](const std::string& dtype, const std::string& op) {
-    return kernels::supports(dtype_named(dtype), reduce_op_named(op));
-  });
+  m.def("kernel_supports", &kernels::supports);
   m.def(
       "accumulate",
-      [](const std::string& dtype, const std::string& op, const std::vector<std::uintptr_t>& dsts,
-         const std::vector<std::uintptr_t>& srcs, std::size_t count, double divisor) {
+      [](DType dtype, ReduceOp op, const std::vector<std::uintptr_t>& dsts, const std::vector<std::uintptr_t>& srcs,
+         std::size_t count, double divisor) {
         std::vector<const void*> sources;
         for (std::uintptr_t src : srcs) sources.push_back(address(src));
         std::vector<void*> results;
         for (std::uintptr_t dst : dsts) results.push_back(address(dst));
-        kernels::accumulate(dtype_named(dtype), reduce_op_named(op), results, sources, count, divisor);
+        kernels::accumulate(dtype, op, results, sources, count, divisor);
       },
       py::arg("dtype"), py::arg("op"), py::arg("dsts"), py::arg("srcs"), py::arg("count"), py::arg("divisor") = 1.0);
-  m.def("scale", [](const std::string& dtype, std::uintptr_t dst, std::uintptr_t src, std::size_t count,
-                    double factor) { kernels::scale(dtype_named(dtype), address(dst), address(src), count, factor); });
+  m.def("scale", [](DType dtype, std::uintptr_t dst, std::uintptr_t src, std::size_t count, double factor) {
+    kernels::scale(dtype, address(dst), address(src), count, factor);
+  });
   m.def("stream", [](std::uintptr_t dst, std::uintptr_t src, std::size_t bytes) {
     kernels::stream(address(dst), address(src), bytes);
   });

@@ -40,13 +40,11 @@ std::vector<cuda::Handle> handles_of(const std::vector<std::string>& all) {
 }
 
 // dst = op(src...) in `stream`, for benchmarks and for tests of the kernels by themselves; see put_accumulate.
-void accumulate(const cuda::DevicePtr& device, cuda::Kernels& kernels, const std::string& dtype_name,
-                const std::string& op_name, std::uintptr_t dst, const std::vector<std::uintptr_t>& srcs,
-                std::size_t count, std::uintptr_t stream, unsigned blocks) {
-  const DType dtype = dtype_named(dtype_name);
-  const ReduceOp op = reduce_op_named(op_name);
+void accumulate(const cuda::DevicePtr& device, cuda::Kernels& kernels, DType dtype, ReduceOp op, std::uintptr_t dst,
+                const std::vector<std::uintptr_t>& srcs, std::size_t count, std::uintptr_t stream, unsigned blocks) {
   if (!kernels::supports(dtype, op))
-    throw Error(ErrorKind::invalid_argument, "there is no " + op_name + " of " + dtype_name);
+    throw Error(ErrorKind::invalid_argument,
+                "there is no " + std::string(name(op)) + " of " + std::string(name(dtype)));
   if (srcs.empty() || srcs.size() > gpu::kMostRanks)
     throw Error(ErrorKind::invalid_argument, "srcs has " + std::to_string(srcs.size()) +
                                                  " pointers; a kernel takes 1 to " + std::to_string(gpu::kMostRanks));

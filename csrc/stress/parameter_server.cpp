@@ -43,8 +43,8 @@ ps::ServerSpec spec_of(const ps::Server& server, std::size_t index) {
 enum class Over { memory, sockets };
 
 void join_over_sockets(ps::Server& server, ps::Client& client, ps::WorkerId worker, std::uint32_t index) {
-  server.join(worker, "workers", kData);
-  client.attach(index, "server " + std::to_string(index));
+  server.join_far(worker, "workers", kData);
+  client.attach_far(index, "server " + std::to_string(index));
   for (int connection = 0; connection < 2; ++connection) {
     int ends[2];
     check(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0, "no sockets");
@@ -92,7 +92,7 @@ struct Party {
       check(client.read(parts, to, 60 * kSecond).has_value(), "a read did not end");
       return;
     }
-    const auto call = client.pull(parts, to, {0, 1, 60 * kSecond});
+    const auto call = client.pull(parts, to, 60 * kSecond);
     check(client.wait(*call, 60 * kSecond), "a pull did not end");
   }
 
@@ -129,7 +129,7 @@ void synchronous(int servers, int workers, int rounds, Over over) {
       for (const std::int64_t each : value)
         check(each == round * workers * (workers + 1) / 2, "a pull is not the sum of the pushes");
     }
-    finish(client.ask(ps::RequestKind::barrier, std::vector<std::uint32_t>{0}, {}));
+    finish(client.ask(ps::RequestKind::barrier, std::vector<std::uint32_t>{0}));
   });
 }
 
@@ -158,16 +158,16 @@ void rows(int servers, int workers, int rounds, Over over) {
       ids.clear();
       for (std::int64_t id = 0; id < 64; ++id) ids.insert(ids.end(), id % 3 + 1, id - 32);
       const ps::RowSet wanted(ids, owners, servers);
-      const auto given_up = client.pull_rows(party.table, wanted, {0, 1, 60 * kSecond});
+      const auto given_up = client.pull_rows(party.table, wanted, 60 * kSecond);
       client.cancel(*given_up);
-      const auto pull = client.pull_rows(party.table, wanted, {0, 1, 60 * kSecond});
+      const auto pull = client.pull_rows(party.table, wanted, 60 * kSecond);
       check(client.wait(*pull, 60 * kSecond) && client.wait(*push, 60 * kSecond), "rows do not come");
       out.resize(ids.size() * kWidth);
       client.take_rows(party.table, wanted, *pull, reinterpret_cast<std::byte*>(out.data()), false);
       for (std::size_t i = 0; i < out.size(); ++i)
         check(out[i] == sums[static_cast<std::size_t>(ids[i / kWidth] + 32)], "a row is not the sum of its pushes");
     }
-    client.wait(*client.ask(ps::RequestKind::barrier, std::vector<std::uint32_t>{0}, {}), 60 * kSecond);
+    client.wait(*client.ask(ps::RequestKind::barrier, std::vector<std::uint32_t>{0}), 60 * kSecond);
   });
 }
 
@@ -232,8 +232,8 @@ void asynchronous(int workers, int pushes, Over over) {
           check(value[part.begin / 8 + k] == value[part.begin / 8], "a pull is half of one version");
       before = value;
     }
-    client.wait(*client.ask(ps::RequestKind::barrier, std::vector<std::uint32_t>{0}, {}), 60 * kSecond);
-    client.wait(*client.ask(ps::RequestKind::barrier, std::vector<std::uint32_t>{1}, {}), 60 * kSecond);
+    client.wait(*client.ask(ps::RequestKind::barrier, std::vector<std::uint32_t>{0}), 60 * kSecond);
+    client.wait(*client.ask(ps::RequestKind::barrier, std::vector<std::uint32_t>{1}), 60 * kSecond);
     party.pull(client, value);
     for (const std::int64_t each : value) check(each == workers * pushes, "the last value is not the sum");
   });
@@ -286,7 +286,7 @@ void gives_up_pulls(int times) {
   client.wait(*client.send(ps::RequestKind::initialise, party.parts, bytes_of(first), {}), 60 * kSecond);
   for (int i = 0; i < times; ++i) {
     std::vector<std::int64_t> value(kCount);
-    const auto call = client.pull(party.parts, reinterpret_cast<std::byte*>(value.data()), {0, 1, 60 * kSecond});
+    const auto call = client.pull(party.parts, reinterpret_cast<std::byte*>(value.data()), 60 * kSecond);
     client.wait(*call, (i % 10) * 5 * kMicrosecond);
     client.cancel(*call);
   }
@@ -434,7 +434,7 @@ struct Besieged : Party {
   FileDescriptor admit(ps::WorkerId worker) {
     int ends[2];
     check(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0, "no sockets");
-    server.join(worker, "workers", 4096);
+    server.join_far(worker, "workers", 4096);
     server.connect(worker, ends[0], "a stranger's");
     return FileDescriptor(ends[1]);
   }

@@ -64,8 +64,8 @@ struct Pair {
       ps::Client& client = *clients.back();
       const auto id = static_cast<ps::WorkerId>(i);
       if (far && i == workers - 1) {
-        server->join(id, "workers", kData);
-        client.attach(0, "the server");
+        server->join_far(id, "workers", kData);
+        client.attach_far(0, "the server");
         connect(client, id, *server, 0);
       } else {
         server->join({id, "workers", dup(client.window()), client.window_bytes(), 1, 0, ps::own_pidfd().release(),
@@ -144,7 +144,7 @@ struct Pair {
   void attach_all() {
     for (std::size_t i = 0; i < clients.size(); ++i) {
       const auto id = static_cast<ps::WorkerId>(i);
-      backup->join(id, "workers", kData);
+      backup->join_far(id, "workers", kData);
       clients[i]->attach_far_backup(0, "the backup", replica);
       connect(*clients[i], id, *backup, replica);
     }
@@ -166,7 +166,7 @@ void pull(ps::Client& client, const std::vector<ps::Part>& parts, std::byte* val
     check(versions.has_value(), "a read did not end");
     if (!versions->empty()) return;
   }
-  const auto call = client.pull(parts, value, {});
+  const auto call = client.pull(parts, value);
   check(client.wait(*call, 60 * kSecond), "a pull did not end");
   client.cancel(*call);
 }
@@ -197,7 +197,7 @@ void stopped(int workers, int pushes, int when, int servers, const ps::Mode& mod
       for (const std::int64_t each : value)
         check(each == i * workers * (workers + 1) / 2, "a pull is not the sum of the pushes");
     }
-    finish(client.ask(ps::RequestKind::barrier, std::vector<std::uint32_t>{0}, {}));
+    finish(client.ask(ps::RequestKind::barrier, std::vector<std::uint32_t>{0}));
     pull(client, pair.parts, bytes(value));
     for (const std::int64_t each : value)
       check(each == pushes * workers * (workers + 1) / 2, "a push was lost, or was applied twice");
