@@ -304,6 +304,11 @@ py::dict statistics(Server& server) {
                   "saving"_a = s.saving, "backup"_a = s.backup, "lag"_a = s.lag);
 }
 
+template <class T>
+auto standing(T Server::Standing::* member) {
+  return [member](Server& server) { return server.standing().*member; };
+}
+
 void bind_server(py::module_& m, Roots roots) {
   py::class_<Server, std::shared_ptr<Server>> bound(m, "ParameterServer");
   bound
@@ -331,10 +336,12 @@ void bind_server(py::module_& m, Roots roots) {
       .def("absent", &Server::absent, no_gil, py::arg("group"))
       .def("failure", &Server::failure, no_gil, py::arg("block"))
       .def("statistics", &statistics);
-  bind_properties(bound, "values", &Server::values, "bell", &Server::bell, "capacity", &Server::capacity,
-                  "backup_follows", &Server::backup_follows, "backup_starts", &Server::backup_starts, "confirmed",
-                  &Server::confirmed, "leaves", &Server::leaves, "is_heir", &Server::is_heir, "serves", &Server::serves,
-                  "has_ended", &Server::has_ended, "turn", &Server::its_turn, "has_backup", &Server::has_backup);
+  bind_properties(bound, "values", &Server::values, "bell", &Server::bell, "capacity", &Server::capacity, "leaves",
+                  &Server::leaves, "serves", &Server::serves, "has_ended", &Server::has_ended);
+  using S = Server::Standing;
+  bind_properties(bound, "backup_follows", standing(&S::backup_follows), "backup_starts", standing(&S::backup_starts),
+                  "confirmed", standing(&S::confirmed), "is_heir", standing(&S::is_heir), "turn", standing(&S::turn),
+                  "has_backup", standing(&S::has_backup));
   bind_methods(bound, "count_backup", &Server::count_backup, "abandon_backup", &Server::abandon_backup, "freeze",
                &Server::freeze, "unfreeze", &Server::unfreeze, "leave_to_backup", &Server::leave_to_backup,
                "serve_alone", &Server::serve_alone, "notes", &Server::notes, "holds_back", &Server::holds_back,

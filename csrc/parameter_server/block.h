@@ -91,13 +91,16 @@ class Block {
   virtual std::size_t own_bytes() const { return 0; }
   // Its place in the server's values; nullptr: it has none.
   virtual const std::byte* place() const { return nullptr; }
+  // Copies what a server that has ended had published. An update that it had begun has only written the buffers of the
+  // next version. Precondition: spec.two_states.
+  virtual void adopt(const BlockWords&) {}
 
   // ---- Pieces ----
   virtual std::size_t pieces() const { return 1; }
   // Writes or reads a piece. A block of which piece 0 is read gets all of its pieces anew.
   virtual void visit(Archive& archive, std::size_t piece) = 0;
   // A copy for a snapshot.
-  virtual Snapshot::Piece copy(std::size_t piece) const = 0;
+  virtual Snapshot::Piece copy(BlockId id, std::size_t piece) const = 0;
   virtual Watch& watch() = 0;
 
   BlockSpec spec;

@@ -182,8 +182,8 @@ void Dense::visit(Archive& archive, std::size_t) {
   archive.raw(words_, block_bytes(spec.bytes()) + aligned(state_bytes_));
 }
 
-Snapshot::Piece Dense::copy(std::size_t) const {
-  Snapshot::Piece piece{0, 0, 0, spec.bytes() + state_bytes_, nullptr};
+Snapshot::Piece Dense::copy(BlockId id, std::size_t) const {
+  Snapshot::Piece piece{id, 0, 0, spec.bytes() + state_bytes_, nullptr};
   piece.bytes = std::make_unique_for_overwrite<std::byte[]>(piece.size);
   const std::uint64_t version = read_block(*words_, piece.bytes.get(), spec.bytes());
   std::memcpy(piece.bytes.get() + spec.bytes(), state(words_, version + 1), state_bytes_);

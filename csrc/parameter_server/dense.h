@@ -21,14 +21,12 @@ class Dense final : public Block {
   std::uint64_t read(const std::byte* ids, std::size_t rows, std::byte* out) override;
   bool has_value() const override { return words_->published.load(std::memory_order_relaxed) > 0; }
   const std::byte* place() const override { return reinterpret_cast<const std::byte*>(words_); }
+  void adopt(const BlockWords& from) override;
   void visit(Archive& archive, std::size_t piece) override;
-  Snapshot::Piece copy(std::size_t piece) const override;
+  Snapshot::Piece copy(BlockId id, std::size_t piece) const override;
   Watch& watch() override { return watch_; }
 
   std::size_t bytes() const { return block_bytes(spec.bytes()) + (spec.two_states ? 2 : 1) * aligned(state_bytes_); }
-  // Copies what a server that has ended had published. An update that it had begun has only written the buffers of the
-  // next version. Precondition: spec.two_states.
-  void adopt(const BlockWords& from);
 
  private:
   // The optimizer state of version `published - 1`.

@@ -30,17 +30,18 @@ namespace ringreduce::parameter_server {
 
 // An entry of the journal. The first five kinds are the messages of a shard (messages.h). The others are for a backup
 // that is made while the server serves:
-//   state    the first record, between hosts only. Its data is the server's state, without the content of blocks that
-//            are updated in place; slot.number is the server's turn.
+//   state    the first record. Its data is the server's state, without the content of blocks that are updated in place;
+//            slot.number is the server's turn, and slot.round the number of the backup.
 //   block    piece slot.offset of block slot.block. slot.round is 1 if more pieces of it follow.
 //   inherit  the last record. After it the backup is the server's heir (Server::leave_to_backup).
 struct Record {
   enum class Kind : std::uint32_t { request = 1, join, lose, create, tick, state, block, inherit };
   Kind kind = Kind::tick;
   WorkerId worker = 0;
-  Nanoseconds elapsed = 0;  // since the message before, as the shard is given it
-  RequestSlot slot{};       // of a request
-  std::uint64_t bytes = 0;  // of the serialised WorkerSpec (join) or BlockSpec (create) that follows the record
+  Nanoseconds elapsed = 0;        // since the message before, as the shard is given it
+  RequestSlot slot{};             // of a request
+  std::uint64_t bytes = 0;        // of the serialised WorkerSpec (join) or BlockSpec (create) that follows the record
+  std::uint64_t descriptors = 0;  // on one host: how many the server sent before it wrote the record
 };
 
 // For one writing and one reading thread, in different processes.

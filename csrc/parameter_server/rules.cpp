@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "core/error.h"
 
@@ -9,32 +10,16 @@ namespace ringreduce::parameter_server {
 namespace {
 
 template <class T>
-struct UpdateOf {
-  std::uint64_t step;
-  std::size_t count, width;
-  const T* value;
-  const T* gradient;
-  T* out;
-  T* state[3];
-  T* scratch;
-  DType dtype;
-  Roots compute_roots;
+constexpr DType kDType = std::is_same_v<T, float> ? DType::float32 : DType::float64;
 
-  void roots(T* to, const T* from, std::size_t n) const { compute_roots(dtype, to, from, n); }
-};
-
+// The arrays of an update as those of its dtype.
 template <class T>
-UpdateOf<T> typed(const Update& u, DType dtype) {
-  return {u.step,
-          u.count,
-          u.width,
-          static_cast<const T*>(u.value),
-          static_cast<const T*>(u.gradient),
-          static_cast<T*>(u.out),
-          {static_cast<T*>(u.state[0]), static_cast<T*>(u.state[1]), static_cast<T*>(u.state[2])},
-          static_cast<T*>(u.scratch),
-          dtype,
-          u.roots};
+const T* of(const void* array) {
+  return static_cast<const T*>(array);
+}
+template <class T>
+T* of(void* array) {
+  return static_cast<T*>(array);
 }
 
 }  // namespace
@@ -75,11 +60,11 @@ bool has_avx2() {
 }
 
 template <class T>
-void dispatch(const Rule& rule, const UpdateOf<T>& of) {
+void dispatch(const Rule& rule, const Update& update) {
 #if defined(__x86_64__)
-  if (has_avx2()) return rule.fused ? avx2::update<true>(rule, of) : avx2::update<false>(rule, of);
+  if (has_avx2()) return rule.fused ? avx2::update<true, T>(rule, update) : avx2::update<false, T>(rule, update);
 #endif
-  return rule.fused ? baseline::update<true>(rule, of) : baseline::update<false>(rule, of);
+  return rule.fused ? baseline::update<true, T>(rule, update) : baseline::update<false, T>(rule, update);
 }
 
 }  // namespace
@@ -123,11 +108,11 @@ void fill(DType dtype, void* to, std::size_t count, double value) {
     std::fill_n(static_cast<double*>(to), count, value);
 }
 
-void update(const Rule& rule, DType dtype, const Update& of) {
+void update(const Rule& rule, DType dtype, const Update& update) {
   if (dtype == DType::float32)
-    dispatch(rule, typed<float>(of, dtype));
+    dispatch<float>(rule, update);
   else if (dtype == DType::float64)
-    dispatch(rule, typed<double>(of, dtype));
+    dispatch<double>(rule, update);
   else
     throw Error(ErrorKind::invalid_argument, "no native update for " + std::string(name(dtype)));
 }

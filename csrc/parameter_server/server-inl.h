@@ -8,6 +8,8 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
+#include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -56,9 +58,25 @@ struct Server::Lent final : Data {
   std::size_t offset = 0;
 };
 
-// What a server and its backup see of each other: the journal, whether the other one has ended, and how to wake it.
+// An entry of the log, as a backup reads it.
+struct Server::Entry {
+  Record record;
+  std::vector<std::byte> bytes;  // which follow the record
+  std::vector<FileDescriptor> descriptors;
+  // The content of a state or a block, or pushed data that is not in a window which the backup maps.
+  std::shared_ptr<const Lent> data;
+};
+
+// What a server and its backup see of each other: the log, whether the other one has ended, and how to wake it.
 struct Server::Partner {
   Partner() = default;
+  explicit Partner(const PartnerSpec& spec)
+      : name(spec.name),
+        address(spec.address),
+        capacity(spec.capacity),
+        values_fd(spec.values),
+        bell_fd(spec.bell),
+        pidfd(spec.pidfd) {}
   virtual ~Partner() = default;
   Partner(const Partner&) = delete;
   Partner& operator=(const Partner&) = delete;
@@ -68,17 +86,27 @@ struct Server::Partner {
   virtual std::uint64_t written() const = 0;
   virtual std::uint64_t received() const = 0;
   virtual std::uint64_t carried_out() const = 0;
-  virtual void write(const Record& record, const std::vector<std::byte>& bytes, const Lent* pushed) = 0;
+  virtual void write(const Record& record, const std::vector<std::byte>& bytes, const Lent* data) = 0;
+  // Sends descriptors for the next record. Returns false if the backup does not take them. No effect between hosts.
+  virtual bool send(std::span<const int>) { return true; }
   std::size_t room() const {
     return Journal::kBytes -
            std::min<std::size_t>(Journal::kBytes, static_cast<std::size_t>(written() - carried_out()));
   }
-  // ---- Called by the backup. Takes the next record, the bytes that follow it, and the pushed data if it is not in a
-  // window that the backup maps. ----
-  virtual bool read(Record& record, std::vector<std::byte>& bytes, std::shared_ptr<const Lent>& pushed) = 0;
-  virtual void acknowledge() {}  // tells the server what has been received
-  virtual void confirm() = 0;    // tells the server that all records read so far have been carried out
+  // ---- Called by the backup ----
+  virtual bool read(Entry& entry) = 0;  // takes the next entry; returns false if there is none
+  virtual void acknowledge() {}         // tells the server what has been received
+  virtual void confirm() = 0;           // tells the server that all entries read so far have been carried out
+  virtual void say_over() {}            // tells the workers on this host that the server has ended, and this one serves
+  // ---- Called by both ----
   virtual void ring() = 0;
+  // Adds a connection to a partner that is reached by TCP, and takes over the socket.
+  virtual void connect(int, std::string) {
+    throw Error(ErrorKind::invalid_argument, "this server has no partner on another host");
+  }
+  // The values of a partner on this host, as far as they are mapped.
+  virtual const std::byte* values() const { return nullptr; }
+  const ValuesHeader& header() const { return *reinterpret_cast<const ValuesHeader*>(values()); }
 
   // Whether the partner has certainly ended.
   virtual bool ended() const = 0;
@@ -97,6 +125,9 @@ struct Server::Partner {
   virtual void end_turns() {}
 
   std::string name, address;  // of a backup: for messages, and of its socket for control messages
+  std::size_t capacity = 0;
+  FileDescriptor values_fd, bell_fd, pidfd;  // of a partner on this host
+  std::uint32_t number = 0;                  // of a backup on this host: its number in ValuesHeader::backup
   bool is_counted = false;
   // For a backup that does not count yet and is being given blocks (server_state.cpp):
   BlockId next = 0, end = 0;              // blocks [next, end) are still to be given
@@ -112,43 +143,36 @@ struct Server::Partner {
 struct Server::NearPartner final : Partner {
   // Maps the first `bytes` bytes of the partner's values.
   NearPartner(const PartnerSpec& spec, std::size_t bytes)
-      : journal_fd(spec.journal),
-        bell_fd(spec.bell),
-        values_fd(spec.values),
-        pidfd(spec.pidfd),
+      : Partner(spec),
+        journal_fd(spec.journal),
         passage(spec.passage),
         journal(spec.journal),
         bell_memory(spec.bell, sizeof(Bell), true),
-        values(spec.values, bytes, false),
-        capacity(spec.capacity) {
-    name = spec.name, address = spec.address;
-  }
+        values_memory(spec.values, bytes, false) {}
 
   Bell& bell() const { return *reinterpret_cast<Bell*>(bell_memory.at()); }
-  const ValuesHeader& header() const { return *reinterpret_cast<const ValuesHeader*>(values.at()); }
   std::uint64_t written() const override { return journal.written(); }
   std::uint64_t received() const override { return journal.written(); }
   std::uint64_t carried_out() const override { return journal.carried_out(); }
   void write(const Record& record, const std::vector<std::byte>& bytes, const Lent*) override {
     journal.write(record, bytes);
   }
-  bool read(Record& record, std::vector<std::byte>& bytes, std::shared_ptr<const Lent>&) override {
-    return journal.read(record, bytes);
-  }
+  bool send(std::span<const int> descriptors) override;
+  bool read(Entry& entry) override;
   void confirm() override {
     journal.confirm();
     ring();
   }
+  void say_over() override { bell().over.store(1, std::memory_order_seq_cst); }
   void ring() override { bell().ring(); }
+  const std::byte* values() const override { return values_memory.at(); }
   bool ended() const override {
     return header().ended.load(std::memory_order_seq_cst) != 0 || parameter_server::has_ended(pidfd.get());
   }
 
-  FileDescriptor journal_fd, bell_fd, values_fd, pidfd, passage;
+  FileDescriptor journal_fd, passage;
   Journal journal;
-  Mapping bell_memory, values;
-  std::size_t capacity;
-  std::uint32_t number = 0;  // of a backup: its number in ValuesHeader::backup
+  Mapping bell_memory, values_memory;
 };
 
 // A partner that is reached by TCP: on another host, or on this one if the servers accept workers of other hosts.
@@ -161,11 +185,14 @@ struct Server::FarPartner final : Partner {
   std::uint64_t written() const override { return wire.written(); }
   std::uint64_t received() const override { return wire.received(); }
   std::uint64_t carried_out() const override { return wire.carried_out(); }
-  void write(const Record& record, const std::vector<std::byte>& bytes, const Lent* pushed) override;
-  bool read(Record& record, std::vector<std::byte>& bytes, std::shared_ptr<const Lent>& pushed) override;
+  void write(const Record& record, const std::vector<std::byte>& bytes, const Lent* data) override;
+  bool read(Entry& entry) override;
   void acknowledge() override { wire.confirm(false); }
   void confirm() override { wire.confirm(true); }
   void ring() override {}
+  void connect(int socket, std::string path) override {
+    wire.connections().add(JournalWire::kPartner, socket, std::move(path));
+  }
   bool ended() const override { return false; }  // never certain: decided() drops a partner that is silent
   bool silent() const override { return is_silent; }
   bool far() const override { return true; }

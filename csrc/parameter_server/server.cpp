@@ -61,12 +61,6 @@ void Server::stop() {
   bell_->ring();
   const std::lock_guard ending(ending_);
   if (thread_.joinable()) thread_.join();
-  {
-    const std::lock_guard turning(turning_);
-    backup_.reset();  // a partner on another host is told that this one leaves
-    followed_.reset();
-  }
-  wire_->connections().leave();
 }
 
 // ---- Orders of other threads --------------------------------------------------------------------------------------
@@ -268,9 +262,24 @@ void Server::say_ended() {
   }
   for (auto& [worker, connection] : connections_) connection.window->bell().ring();
   if (has_far_) wire_->connections().hand_over(true);
-  const std::lock_guard lock(mutex_);
-  stopped_ = true;
-  served_.notify_all();
+  {
+    const std::lock_guard lock(mutex_);
+    stopped_ = true;
+    served_.notify_all();
+  }
+  backup_.reset();  // a partner on another host is told that this one leaves
+  followed_.reset();
+  wire_->connections().leave();
+}
+
+// Ends this server after an exception that leaves its state unknown. What a backup has got is in order, so it goes on.
+void Server::fall(const std::exception& error) {
+  hooks_.warn("a server in process " + std::to_string(getpid()) + " has failed and ends" +
+              (backup_ != nullptr && backup_->counts() ? ", and its backup goes on: " : ": ") + error.what());
+  serves_ = false;
+  decided_ = {};
+  kept_back_.clear();
+  stopping_ = true;
 }
 
 void Server::decide(const Message& message) {
@@ -289,12 +298,9 @@ void Server::carry_out() {
   if (decided_.operations.empty() && decided_.replies.empty()) return;
   try {
     carry_out(std::exchange(decided_, {}));
-  } catch (const std::bad_alloc&) {
-    if (followed_ != nullptr || backup_ == nullptr) throw;
-    // The backup has these operations, too. It takes over, and answers those that have not been answered.
-    hooks_.warn("a server in process " + std::to_string(getpid()) + " has no memory left and ends; its backup goes on");
-    serves_ = false;
-    stopping_ = true;
+  } catch (const std::exception& error) {
+    if (followed_ != nullptr) throw;
+    fall(error);
   }
 }
 

@@ -133,8 +133,6 @@ class Server {
   // no longer. If the backup ends, this server goes on alone. Throws Error(invalid_argument) if a block is updated by
   // Python or a worker is on another host.
   void lead(const PartnerSpec& backup);
-  // Whether there is a backup that does not count yet.
-  bool backup_starts();
   // Makes this server the backup of another one on its host; it takes over when that one has ended. It must not have
   // workers or blocks yet.
   void follow(const PartnerSpec& server);
@@ -145,17 +143,13 @@ class Server {
   void lead_far(std::function<void()> on_silence, std::string name = {});
   void follow_far(std::function<void()> on_silence);
   void connect_partner(int socket, std::string path);
-  // Whether the backup has received the whole state. The caller may then record in the store that the backup counts,
-  // and tells the server by count_backup().
-  bool backup_follows();
+  // Called after the backup follows and the store has recorded that it counts.
   void count_backup();
   // Before the server leaves its blocks to a backup on another host: takes no requests any more, writes one more
   // record, and returns the length of the journal. A backup that has confirmed this position has everything, and was
   // reachable after the call.
   std::uint64_t freeze();
   void unfreeze();
-  // The position in the journal that the backup has confirmed; 0 if it is out of reach.
-  std::uint64_t confirmed();
   // Tells a server whose partner is out of reach whether it goes on. If it does, a server goes on alone, and a backup
   // takes over; if not, it has ended for its workers. No effect if there is no partner that is out of reach.
   void decided(bool goes_on);
@@ -167,12 +161,19 @@ class Server {
   // and goes on if the heir ends; afterwards it has ended.
   void leave_to_backup();
   bool leaves();
-  bool is_heir();
   void serve_alone();
-  bool serves();             // it is not a backup, or has taken over
-  bool has_ended();          // it has been stopped or replaced, or was a backup and has been dropped
-  bool has_backup();         // it has a backup that counts
-  std::uint32_t its_turn();  // the value of Lane::turn while it serves
+  bool serves();     // it is not a backup, or has taken over
+  bool has_ended();  // it has been stopped or replaced, or was a backup and has been dropped
+  struct Standing {
+    std::uint32_t turn = 0;  // the value of Lane::turn while it serves
+    bool is_heir = false;
+    // Of a backup that is not out of reach:
+    bool has_backup = false;      // it counts
+    bool backup_starts = false;   // it does not count yet
+    bool backup_follows = false;  // it has received the whole state
+    std::uint64_t confirmed = 0;  // the position in the journal that it has confirmed
+  };
+  Standing standing();
   // Note, id and offset of every block, in the order of their creation.
   std::vector<std::tuple<std::string, BlockId, std::size_t>> notes();
   // For tests: this process kills itself when it reaches `step` for the `times`-th time.
@@ -217,6 +218,7 @@ class Server {
  private:
   struct Window;
   struct Lent;
+  struct Entry;
   struct Partner;
   struct NearPartner;
   struct FarPartner;
@@ -258,6 +260,7 @@ class Server {
   void begin_turns();
   std::uint32_t end_turns();
   bool turn(bool may_call_python);
+  bool serve(bool may_call_python);
   bool by_python(const Operation& operation) const;
   void say_ended();
   bool serve_orders();
@@ -279,7 +282,6 @@ class Server {
   void keep_pull(Connection& connection, const RequestSlot& slot);
   std::size_t memory_left() const;
   std::pair<BlockId, std::size_t> make_block(const BlockSpec& spec);
-  Snapshot::Piece copy(BlockId id, std::size_t piece) const;
   std::size_t room() const;
   void fail(Block& block, const Operation& operation, const std::string& why);
   void carry_out(const Operation& operation);
@@ -296,6 +298,7 @@ class Server {
   bool is_kept(std::uint64_t position) const;
   void hold(WorkerId worker, const ReplySlot& reply);
   bool release_held();
+  void fall(const std::exception& error);
   void be_replaced();
   void go_on_alone();
   void send_away();
@@ -303,16 +306,15 @@ class Server {
   bool partners_move();
   bool follow_on();
   void give_up(const std::string& why);
-  void give_state(NearPartner& to);
+  void lead(std::unique_ptr<Partner> partner);
+  void give_state(Partner& to);
   void begin_to_give();
   bool give_blocks(bool moved);
   bool give_piece(BlockId id, std::size_t piece);
   void have_given_all();
-  void take_block(const Record& record, const Lent* given);
+  void take_state(Entry& entry);
+  void take_block(const Entry& entry);
   bool reads_push(BlockId id) const;
-  bool become_server();
-  void give_far_state();
-  void become_far_server(const Record& record, const Lent& state);
   void visit(StateArchive& archive);
   void visit_connections(StateArchive& archive);
   void visit_blocks(Archive& archive);
@@ -320,11 +322,10 @@ class Server {
   void tell(Connection& connection);
   void check_native() const;
   void drop_backup();
-  void repeat(const Record& record, const std::vector<std::byte>& bytes, std::shared_ptr<const Payload> pushed);
-  void repeat_join(WorkerSpec spec, Nanoseconds elapsed);
+  void repeat(Entry& entry);
+  void repeat_join(Entry& entry);
   void repeat_lose(WorkerId worker, Nanoseconds elapsed);
   bool repeat_all(bool all);
-  const NearPartner& near_server() const;
   void keep_decided();
   void drop_published();
   const BlockWords& words_of_server(const Block& block) const;
@@ -369,11 +370,10 @@ class Server {
   Statistics statistics_;
   Nanoseconds looked_ = 0, missing_until_ = kForever;
   bool serves_ = true, frozen_ = false, is_heir_ = false;
-  std::uint32_t turn_ = 0;             // the value of Lane::turn while it serves; for a backup, once it has taken over
-  std::uint32_t backups_made_ = 0;     // by this server
-  std::uint32_t number_ = 0;           // of this backup, as in ValuesHeader::backup; 0 until it has the state
-  std::vector<FileDescriptor> given_;  // at a new backup: descriptors that came before the state they belong to
-  std::string name_, address_;         // of this server, if it is or was a backup on its server's host
+  std::uint32_t turn_ = 0;          // the value of Lane::turn while it serves; for a backup, once it has taken over
+  std::uint32_t backups_made_ = 0;  // by this server
+  std::uint32_t number_ = 0;        // of this backup, as in ValuesHeader::backup; 0 until it has the state
+  std::string name_, address_;      // of this server, if it is or was a backup on its server's host
   std::unique_ptr<Partner> backup_, followed_;              // this server's backup; the server that this is a backup of
   std::deque<std::pair<std::uint64_t, Output>> kept_back_;  // decided, and waiting for the backup to confirm a position
   std::uint64_t answers_up_to_ = 0;                         // position in the journal of what is being carried out

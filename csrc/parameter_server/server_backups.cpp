@@ -6,10 +6,12 @@
 #include <sched.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <chrono>
 #include <csignal>
-#include <cstring>
 #include <exception>
+#include <iterator>
 #include <memory>
 #include <optional>
 #include <thread>
@@ -17,7 +19,6 @@
 #include <variant>
 
 #include "core/error.h"
-#include "parameter_server/dense.h"
 #include "parameter_server/server-inl.h"
 #include "parameter_server/server.h"
 
@@ -32,29 +33,38 @@ constexpr Nanoseconds kMissing = 10 * kSecond;        // workers must come to a 
 
 // ---- The server ---------------------------------------------------------------------------------------------------
 
-void Server::lead(const PartnerSpec& backup) {
-  auto partner = std::make_unique<NearPartner>(backup, sizeof(ValuesHeader));
+void Server::lead(const PartnerSpec& backup) { lead(std::make_unique<NearPartner>(backup, sizeof(ValuesHeader))); }
+
+void Server::lead(std::unique_ptr<Partner> partner) {
   order([&] {
     if (!serves_) throw Error(ErrorKind::invalid_argument, "this server is a backup, and has not taken over");
-    if (backup_ != nullptr && backup_->far())
-      throw Error(ErrorKind::invalid_argument, "this server has a backup on another host: it can have no other one");
+    if (backup_ != nullptr && (backup_->far() || partner->far()))
+      throw Error(ErrorKind::invalid_argument, "this server has a backup already: it can have no other one");
     check_native();
     for (const auto& [worker, connection] : connections_)
-      if (connection.lane == nullptr || connection.news.get() < 0)
+      if (!partner->far() && (connection.lane == nullptr || connection.news.get() < 0))
         throw Error(ErrorKind::invalid_argument, "a server with workers of other hosts can have no backup yet");
-    carry_out();
+    carry_out();  // includes operations that were kept back for an earlier backup
     give_state(*partner);
     // The new backup has these updates in the state, so the replies need not wait for it to carry them out.
     for (Held& each : held_) each.after = 0;
+    only_near_ |= !partner->far();
     const auto before = std::exchange(backup_, std::move(partner));
-    only_near_ = true;
     begin_to_give();
     if (before != nullptr) before->ring();
   });
 }
 
-bool Server::backup_starts() {
-  return order([&] { return backup_ != nullptr && !backup_->counts() && backup_->is_there(); });
+Server::Standing Server::standing() {
+  return order([&] {
+    Standing now{.turn = turn_, .is_heir = is_heir_};
+    if (backup_ == nullptr || !backup_->is_there()) return now;
+    now.has_backup = backup_->counts();
+    now.backup_starts = !backup_->counts();
+    now.backup_follows = backup_->next == backup_->end && backup_->received() >= backup_->given_at;
+    now.confirmed = backup_->received();
+    return now;
+  });
 }
 
 void Server::check_native() const {
@@ -70,21 +80,11 @@ void Server::drop_backup() {
   header().backup.store(0, std::memory_order_seq_cst);
 }
 
-bool Server::has_backup() {
-  return order([&] { return backup_ != nullptr && backup_->counts() && backup_->is_there(); });
-}
-
-std::uint32_t Server::its_turn() {
-  return order([&] { return turn_; });
-}
-
 // Gives the backup a worker's descriptors. Called before the journal names the worker.
 void Server::give_worker(const Connection& connection) {
-  const auto* const backup = dynamic_cast<const NearPartner*>(backup_.get());
-  if (backup == nullptr || backup->ended()) return;
-  const int given[] = {connection.spec.window, connection.pidfd.get(), connection.news.get()};
-  const char some = 0;
-  if (!send_message(backup->passage.get(), &some, sizeof some, given) && !backup->ended())
+  if (backup_ == nullptr || backup_->ended()) return;
+  if (!backup_->send(std::array{connection.spec.window, connection.pidfd.get(), connection.news.get()}) &&
+      !backup_->ended())
     throw Error(ErrorKind::system,
                 std::string("the server's backup was not told of a worker that joins: ") + why_not_sent());
 }
@@ -92,8 +92,7 @@ void Server::give_worker(const Connection& connection) {
 // Sends News to a worker: about the backup that counts, or about this server if it was a backup and has taken over.
 void Server::tell(Connection& connection) {
   connection.untold = false;
-  const auto* backup = dynamic_cast<const NearPartner*>(backup_.get());
-  if (backup != nullptr && !backup->counts()) backup = nullptr;
+  const Partner* const backup = backup_ != nullptr && !backup_->far() && backup_->counts() ? backup_.get() : nullptr;
   if (connection.news.get() < 0 || (backup == nullptr && (turn_ == 0 || !only_near_))) return;
   News news{};
   news.lane = static_cast<std::uint32_t>(connection.spec.lane);
@@ -143,6 +142,7 @@ bool Server::write_down(const Message& message, Nanoseconds elapsed) {
   } else if (const auto* join = std::get_if<Join>(&message)) {
     record.kind = Record::Kind::join;
     record.worker = join->worker;
+    record.descriptors = backup_->far() ? 0 : 3;
     more = written(connections_.at(join->worker).spec);
   } else if (const auto* lose = std::get_if<Lose>(&message)) {
     record.kind = Record::Kind::lose;
@@ -199,6 +199,34 @@ bool Server::release_held() {
 
 // ---- The backup ---------------------------------------------------------------------------------------------------
 
+bool Server::NearPartner::send(std::span<const int> descriptors) {
+  const char some = 0;
+  for (; !descriptors.empty(); descriptors = descriptors.subspan(std::min(kMostDescriptors, descriptors.size())))
+    if (!send_message(passage.get(), &some, sizeof some,
+                      descriptors.first(std::min(kMostDescriptors, descriptors.size()))))
+      return false;
+  return true;
+}
+
+bool Server::NearPartner::read(Entry& entry) {
+  if (!journal.read(entry.record, entry.bytes)) return false;
+  entry.descriptors.clear();
+  while (entry.descriptors.size() < entry.record.descriptors) {
+    std::optional<Received> message = receive_message(passage.get());
+    if (!message) throw Error(ErrorKind::mismatch, "the descriptors of a record have not come to the backup");
+    std::move(message->descriptors.begin(), message->descriptors.end(), std::back_inserter(entry.descriptors));
+  }
+  entry.data = nullptr;
+  if (entry.record.kind == Record::Kind::state || entry.record.kind == Record::Kind::block) {
+    const auto bytes = static_cast<std::size_t>(entry.record.slot.bytes);
+    const auto content =
+        std::make_shared<Mapping>(entry.descriptors.at(entry.record.descriptors - 1).get(), bytes, false);
+    entry.data = std::make_shared<Lent>(std::shared_ptr<std::byte[]>(content, content->at()), bytes);
+    entry.descriptors.pop_back();
+  }
+  return true;
+}
+
 void Server::follow(const PartnerSpec& server) {
   follow(std::make_unique<NearPartner>(server, memory_bytes(server.values)));
 }
@@ -244,8 +272,8 @@ void Server::leave_to_backup() {
 // Called while this server leaves its blocks to a backup on this host; decided() does the same for other hosts. If the
 // heir has ended, but has a backup of its own, that backup takes over, so this server is replaced all the same.
 void Server::look_for_heir() {
-  const auto* const heir = dynamic_cast<const NearPartner*>(backup_.get());
-  if (heir == nullptr) return;
+  const Partner* const heir = backup_.get();
+  if (heir == nullptr || heir->far()) return;
   const bool has_ended = heir->ended(), has_backup = heir->header().backup.load(std::memory_order_seq_cst) != 0;
   if (heir->header().serves.load(std::memory_order_seq_cst) != 0 || (has_ended && has_backup)) {
     bell_->over.store(1, std::memory_order_seq_cst);
@@ -276,10 +304,6 @@ void Server::serve_alone() {
 
 bool Server::leaves() { return header().leaves.load(std::memory_order_seq_cst) != 0; }
 
-bool Server::is_heir() {
-  return order([&] { return is_heir_; });
-}
-
 bool Server::serves() { return header().serves.load(std::memory_order_seq_cst) != 0; }
 bool Server::has_ended() { return header().ended.load(std::memory_order_seq_cst) != 0; }
 
@@ -298,10 +322,6 @@ std::vector<std::tuple<std::string, BlockId, std::size_t>> Server::notes() {
 bool Server::follow_on() {
   bool moved = false;
   try {
-    if (!followed_->far() && !become_server()) {
-      look_for_partner();
-      return false;
-    }
     moved = repeat_all(false);
     if (!moved && !has_orders_) look_for_partner();
   } catch (const std::exception& error) {
@@ -315,12 +335,11 @@ bool Server::follow_on() {
 // that are carried out here are confirmed at once, since replies to pushes wait for that.
 bool Server::repeat_all(bool all) {
   bool moved = false;
-  Record record;
-  std::vector<std::byte> bytes;
   followed_->acknowledge();
-  for (std::shared_ptr<const Lent> pushed; (all || !has_orders_) && followed_->read(record, bytes, pushed);) {
-    repeat(record, bytes, pushed);
-    if (record.kind != Record::Kind::block && record.kind != Record::Kind::inherit) stepped_ = ringreduce::now();
+  for (Entry entry; (all || !has_orders_) && followed_->read(entry);) {
+    repeat(entry);
+    const Record::Kind kind = entry.record.kind;
+    if (kind != Record::Kind::block && kind != Record::Kind::inherit) stepped_ = ringreduce::now();
     keep_decided();
     moved = true;
     if (decided_.operations.empty()) continue;
@@ -350,22 +369,24 @@ void Server::give_up(const std::string& why) {
               ", has failed and is none any more: " + why);
 }
 
-void Server::repeat(const Record& record, const std::vector<std::byte>& bytes, std::shared_ptr<const Payload> pushed) {
+void Server::repeat(Entry& entry) {
+  const Record& record = entry.record;
   switch (record.kind) {
     case Record::Kind::request: {
-      const auto found = connections_.find(record.worker);
+      std::shared_ptr<const Payload> pushed = entry.data;
       if (!followed_->far()) {
+        const auto found = connections_.find(record.worker);
         if (found == connections_.end()) throw Error(ErrorKind::mismatch, "a worker is unknown to the backup");
         pushed = payload_of(found->second, record.slot);
       }
       return decide(request_of(record.worker, record.slot, std::move(pushed)), record.elapsed);
     }
     case Record::Kind::join:
-      return repeat_join(read<WorkerSpec>(bytes), record.elapsed);
+      return repeat_join(entry);
     case Record::Kind::lose:
       return repeat_lose(record.worker, record.elapsed);
     case Record::Kind::create: {
-      const auto spec = read<BlockSpec>(bytes);
+      const auto spec = parameter_server::read<BlockSpec>(entry.bytes);
       make_block(spec);
       return decide(Create{spec.mode, spec.width > 0}, record.elapsed);
     }
@@ -374,28 +395,25 @@ void Server::repeat(const Record& record, const std::vector<std::byte>& bytes, s
     case Record::Kind::inherit:
       return become_heir();
     case Record::Kind::block:
-      return take_block(record, static_cast<const Lent*>(pushed.get()));
+      return take_block(entry);
     case Record::Kind::state:
-      return become_far_server(record, dynamic_cast<const Lent&>(*pushed));
+      return take_state(entry);
   }
 }
 
 // Repeats that a worker has joined. On one host the server has sent its descriptors; otherwise the worker connects to
 // this backup itself.
-void Server::repeat_join(WorkerSpec spec, Nanoseconds elapsed) {
+void Server::repeat_join(Entry& entry) {
+  auto spec = parameter_server::read<WorkerSpec>(entry.bytes);
   const Join join{spec.id, spec.group};
   if (followed_->far()) {
     if (const auto found = connections_.find(join.worker); found != connections_.end()) found->second.known = true;
-    return decide(join, elapsed);
+  } else {
+    int* const places[] = {&spec.window, &spec.pidfd, &spec.news};
+    for (std::size_t i = 0; i < std::size(places); ++i) *places[i] = entry.descriptors.at(i).release();
+    connections_.insert_or_assign(join.worker, connection_of(std::move(spec)));
   }
-  std::optional<Received> given = receive_message(near_server().passage.get());
-  if (!given || given->descriptors.size() != 3)
-    throw Error(ErrorKind::mismatch, "a worker's descriptors have not come to the backup");
-  spec.window = given->descriptors[0].release();
-  spec.pidfd = given->descriptors[1].release();
-  spec.news = given->descriptors[2].release();
-  connections_.insert_or_assign(join.worker, connection_of(std::move(spec)));
-  decide(join, elapsed);
+  decide(join, entry.record.elapsed);
 }
 
 void Server::repeat_lose(WorkerId worker, Nanoseconds elapsed) {
@@ -437,11 +455,9 @@ void Server::drop_published() {
   std::erase_if(kept_, [](const auto& each) { return each.second.empty(); });
 }
 
-const Server::NearPartner& Server::near_server() const { return dynamic_cast<const NearPartner&>(*followed_); }
-
 const BlockWords& Server::words_of_server(const Block& block) const {
   const auto offset = static_cast<std::size_t>(block.place() - values_->at());
-  return *reinterpret_cast<const BlockWords*>(near_server().values.at(offset));
+  return *reinterpret_cast<const BlockWords*>(followed_->values() + offset);
 }
 
 // Called when the server has ended. Copies its blocks as they were published, and schedules the updates that were not
@@ -449,7 +465,7 @@ const BlockWords& Server::words_of_server(const Block& block) const {
 void Server::adopt_values() {
   drop_published();
   for (const auto& block : blocks_)
-    if (block->spec.two_states) dynamic_cast<Dense&>(*block).adopt(words_of_server(*block));
+    if (block->spec.two_states) block->adopt(words_of_server(*block));
   for (auto& [block, operations] : kept_)
     std::move(operations.begin(), operations.end(), std::back_inserter(decided_.operations));
   kept_.clear();
@@ -461,15 +477,16 @@ void Server::look_for_partner() {
   const Nanoseconds t = ringreduce::now();
   if (t - looked_ < kLookEvery) return;
   looked_ = t;
-  const auto counts = [&] { return near_server().header().backup.load(std::memory_order_seq_cst); };
-  const bool leaves = near_server().header().leaves.load(std::memory_order_seq_cst) != 0, ended = followed_->ended();
+  const ValuesHeader& its = followed_->header();
+  const auto counts = [&] { return its.backup.load(std::memory_order_seq_cst); };
+  const bool leaves = its.leaves.load(std::memory_order_seq_cst) != 0, ended = followed_->ended();
   if (!ended && !leaves) {
     drop_published();
     if (number_ > 0 && counts() > number_) give_up("");  // the server has a newer backup
     return;
   }
-  if (!become_server() || counts() != number_) return give_up("");
   repeat_all(true);  // the server may have written more before it ended; now the journal is final
+  if (number_ == 0 || counts() != number_) return give_up("");
   adopt_values();
   carry_out();
   if (ended) return take_over();
@@ -532,8 +549,7 @@ void Server::take_over() {
   is_heir_ = frozen_ = false;
   if (ended->far()) settle_workers();
   for (auto& [worker, connection] : connections_) tell(connection);
-  if (const auto* const near = dynamic_cast<const NearPartner*>(ended.get()))
-    near->bell().over.store(1, std::memory_order_seq_cst);
+  ended->say_over();
   header().serves.store(1, std::memory_order_seq_cst);
   pass(Step::serving);
   for (auto& [worker, connection] : connections_) connection.window->bell().ring();

@@ -33,31 +33,13 @@
 namespace ringreduce::parameter_server {
 
 void Server::lead_far(std::function<void()> on_silence, std::string name) {
-  auto partner = std::make_unique<FarPartner>(*bell_, std::move(on_silence), std::move(name));
-  order([&] {
-    if (!serves_ || backup_ != nullptr)
-      throw Error(ErrorKind::invalid_argument, "this server has a backup already, or is one");
-    check_native();
-    carry_out();  // includes operations that were kept back for an earlier backup
-    for (Held& each : held_) each.after = 0;
-    backup_ = std::move(partner);
-    give_far_state();
-    begin_to_give();
-  });
-}
-
-bool Server::backup_follows() {
-  return order([&] {
-    return backup_ != nullptr && !backup_->silent() && backup_->next == backup_->end &&
-           backup_->received() >= backup_->given_at;
-  });
+  lead(std::make_unique<FarPartner>(*bell_, std::move(on_silence), std::move(name)));
 }
 
 void Server::count_backup() {
   order([&] {
-    auto* const partner = dynamic_cast<FarPartner*>(backup_.get());
-    if (partner == nullptr) return;
-    partner->is_counted = true;
+    if (backup_ == nullptr || !backup_->far()) return;
+    backup_->is_counted = true;
     if (is_heir_) take_over();
   });
 }
@@ -90,10 +72,6 @@ void Server::unfreeze() {
   order([&] { frozen_ = false; });
 }
 
-std::uint64_t Server::confirmed() {
-  return order([&] { return backup_ == nullptr || backup_->silent() ? 0 : backup_->received(); });
-}
-
 void Server::follow_far(std::function<void()> on_silence) {
   follow(std::make_unique<FarPartner>(*bell_, std::move(on_silence), std::string()));
 }
@@ -118,24 +96,23 @@ void Server::keep_back() {
   }
 }
 
-void Server::FarPartner::write(const Record& record, const std::vector<std::byte>& bytes, const Lent* pushed) {
+void Server::FarPartner::write(const Record& record, const std::vector<std::byte>& bytes, const Lent* data) {
   JournalWire::Entry entry{record, bytes, nullptr};
-  if (pushed != nullptr && pushed->bytes > 0)
-    entry.pushed = pushed->window == nullptr
-                       ? pushed->memory
-                       : std::shared_ptr<std::byte[]>(pushed->window, pushed->window->memory.at(pushed->offset));
+  if (data != nullptr && data->bytes > 0)
+    entry.pushed = data->window == nullptr
+                       ? data->memory
+                       : std::shared_ptr<std::byte[]>(data->window, data->window->memory.at(data->offset));
   wire.write(std::move(entry));
 }
 
-bool Server::FarPartner::read(Record& record, std::vector<std::byte>& bytes, std::shared_ptr<const Lent>& pushed) {
-  JournalWire::Entry entry;
-  if (!wire.read(entry)) return false;
-  record = entry.record;
-  bytes = std::move(entry.bytes);
-  pushed = nullptr;
+bool Server::FarPartner::read(Entry& entry) {
+  JournalWire::Entry next;
+  if (!wire.read(next)) return false;
+  entry = {next.record, std::move(next.bytes), {}, nullptr};
+  const Record& record = entry.record;
   const bool has_some = record.kind == Record::Kind::request && record.slot.block != UINT32_MAX;
   if (has_some || record.kind == Record::Kind::state || record.kind == Record::Kind::block)
-    pushed = std::make_shared<Lent>(entry.pushed, static_cast<std::size_t>(record.slot.bytes));
+    entry.data = std::make_shared<Lent>(next.pushed, static_cast<std::size_t>(record.slot.bytes));
   return true;
 }
 
@@ -150,9 +127,9 @@ bool Server::FarPartner::progress() {
 
 void Server::connect_partner(int socket, std::string path) {
   order([&] {
-    auto* const partner = dynamic_cast<FarPartner*>(backup_ != nullptr ? backup_.get() : followed_.get());
-    if (partner == nullptr) throw Error(ErrorKind::invalid_argument, "this server has no partner on another host");
-    partner->wire.connections().add(JournalWire::kPartner, socket, path);
+    const auto& partner = backup_ != nullptr ? backup_ : followed_;
+    if (partner == nullptr) throw Error(ErrorKind::invalid_argument, "this server has no partner");
+    partner->connect(socket, std::move(path));
   });
 }
 

@@ -24,21 +24,14 @@ std::vector<Snapshot::Entry> Server::begin_snapshot() {
       snapshot->entries.push_back({id, shard_.version(id), block.steps, block.rows(), states, rule.numbers()});
       for (std::size_t piece = 0; piece < block.pieces(); ++piece) snapshot->left.emplace_back(id, piece);
       block.watch().begin(block.pieces(), [this, id](std::size_t piece) {
-        Snapshot::Piece copied = copy(id, piece);
-        snapshot_bytes_ += copied.size;
-        snapshot_->kept.push_back(std::move(copied));
+        snapshot_->kept.push_back(blocks_[id]->copy(id, piece));
+        snapshot_bytes_ += snapshot_->kept.back().size;
       });
     }
     entries = snapshot->entries;
     snapshot_ = std::move(snapshot);
   });
   return entries;
-}
-
-Snapshot::Piece Server::copy(BlockId id, std::size_t piece) const {
-  Snapshot::Piece copied = blocks_[id]->copy(piece);
-  copied.block = id;
-  return copied;
 }
 
 std::optional<Snapshot::Piece> Server::next_piece() {
@@ -54,7 +47,7 @@ std::optional<Snapshot::Piece> Server::next_piece() {
     while (!piece && !snapshot_->left.empty()) {
       const auto [block, next] = snapshot_->left.front();
       snapshot_->left.pop_front();
-      if (blocks_[block]->watch().claim(next)) piece = copy(block, next);
+      if (blocks_[block]->watch().claim(next)) piece = blocks_[block]->copy(block, next);
     }
   });
   return piece;

@@ -1,10 +1,10 @@
 // How a new backup gets the state of its server.
 //
 // 1. The server serialises its state, without the content of blocks that are updated in place: tables, and dense blocks
-//    without two copies of their states. It passes the memory to a backup on its host, together with the descriptors of
-//    its workers. To a backup that is reached by TCP it sends the state, with pushed data that is still needed, as the
-//    first record of the journal.
-// 2. The backup rebuilds itself from the state, and goes on with the journal, which begins at the same moment.
+//    without two copies of their states. This is the first record of the journal. A backup on the same host gets the
+//    descriptors of the memory that has it and of the workers' windows, a backup that is reached by TCP gets the state
+//    with the pushed data that is still needed.
+// 2. The backup rebuilds itself from the state, and goes on with the journal.
 // 3. The server gives the content of the other blocks piece by piece, between requests: a dense block, or a slab of a
 //    table. A piece includes all updates that precede it in the journal. So the backup skips updates of blocks of which
 //    nothing has arrived, and carries out those that come later. An update may need rows whose slab has not arrived.
@@ -29,13 +29,6 @@ namespace {
 // Blocks that have been given and that the backup has not taken. Bounds how long requests wait for the backup.
 constexpr std::size_t kMostUnderWay = 4;
 constexpr std::uint64_t kNoPayload = UINT64_MAX, kInline = UINT64_MAX - 1;
-
-// The last message of a state on one host. It comes with the descriptor of the serialised state.
-struct Ready {
-  std::uint64_t bytes;
-  std::uint32_t number;  // of the backup
-  std::uint32_t turn;    // of the server
-};
 
 }  // namespace
 
@@ -64,7 +57,19 @@ class Server::StateArchive final : public Archive {
     FileDescriptor memory;
     std::shared_ptr<std::byte[]> data;
     std::size_t bytes;
-    std::vector<std::shared_ptr<Window>> windows;
+    std::vector<int> descriptors;
+
+    // Writes the record that this is the content of. Returns false if a backup on this host does not take the
+    // descriptors.
+    bool give(Partner& to, Record record) const {
+      record.slot.bytes = bytes;
+      record.descriptors = to.far() ? 0 : descriptors.size() + 1;
+      if (!to.send(descriptors) || !to.send(std::array{memory.get()})) return false;
+      const Lent content(data, bytes);
+      to.write(record, {}, &content);
+      to.ring();
+      return true;
+    }
   };
   template <class F>
   static Written written(bool has_all, F&& body) {
@@ -72,7 +77,7 @@ class Server::StateArchive final : public Archive {
     body(counting);
     Written made;
     made.bytes = counting.done();
-    made.windows = std::move(counting.windows);
+    made.descriptors = std::move(counting.sent);
     if (has_all) {
       made.data = std::make_shared_for_overwrite<std::byte[]>(made.bytes);
     } else {
@@ -87,12 +92,15 @@ class Server::StateArchive final : public Archive {
 
   const bool has_all;
   std::vector<std::shared_ptr<Window>> windows;  // of the workers; then, of workers that have gone, those with pushes
+  std::vector<int> sent;                         // when writing: three descriptors of each worker, one of other windows
+  std::vector<FileDescriptor> received;          // when reading: these
 
  private:
   std::size_t number_of(const std::shared_ptr<Window>& window) {
     const auto found = std::find(windows.begin(), windows.end(), window);
     if (found != windows.end()) return static_cast<std::size_t>(found - windows.begin());
     windows.push_back(window);
+    sent.push_back(window->memory_fd.get());
     return windows.size() - 1;
   }
 };
@@ -107,20 +115,21 @@ void visit(Archive& archive, BlockSpec& spec) {
 
 // ---- The parts of a state -----------------------------------------------------------------------------------------
 
-// Only on one host: workers connect to a backup that is reached by TCP themselves. The backup has got three descriptors
-// for each worker, and then those of the other windows.
+// Only on one host: workers connect to a backup that is reached by TCP themselves.
 void Server::visit_connections(StateArchive& archive) {
   if (archive.has_all) return;
   const std::size_t count = visit_size(archive, connections_.size());
   if (!archive.reads()) {
     for (auto& [worker, connection] : connections_) {
       archive.windows.push_back(connection.window);
+      for (const int each : {connection.spec.window, connection.pidfd.get(), connection.news.get()})
+        archive.sent.push_back(each);
       archive(connection.spec, connection.alive);
     }
     return;
   }
-  if (given_.size() < 3 * count) throw Error(ErrorKind::mismatch, "a server's state has too few descriptors");
-  auto given = given_.begin();
+  if (archive.received.size() < 3 * count) throw Error(ErrorKind::mismatch, "a server's state has too few descriptors");
+  auto given = archive.received.begin();
   for (std::size_t i = 0; i < count; ++i) {
     WorkerSpec spec;
     bool alive = true;
@@ -131,8 +140,8 @@ void Server::visit_connections(StateArchive& archive) {
     archive.windows.push_back(connection.window);
     connections_.emplace(connection.spec.id, std::move(connection));
   }
-  for (; given != given_.end(); ++given) archive.windows.push_back(std::make_shared<Window>(std::move(*given)));
-  given_.clear();
+  for (; given != archive.received.end(); ++given)
+    archive.windows.push_back(std::make_shared<Window>(std::move(*given)));
 }
 
 void Server::visit_blocks(Archive& archive) {
@@ -161,33 +170,15 @@ void Server::visit(StateArchive& archive) {
 
 // ---- The server ---------------------------------------------------------------------------------------------------
 
-void Server::give_state(NearPartner& to) {
-  auto state = StateArchive::written(false, [&](StateArchive& archive) { visit(archive); });
-  std::vector<int> given;
-  for (const auto& [worker, connection] : connections_)
-    for (const int each : {connection.spec.window, connection.pidfd.get(), connection.spec.news}) given.push_back(each);
-  for (std::size_t i = connections_.size(); i < state.windows.size(); ++i)
-    given.push_back(state.windows[i]->memory_fd.get());
-  const Ready ready{state.bytes, ++backups_made_, turn_};
-  bool gone = true;
-  const char some = 0;
-  for (std::size_t begin = 0; begin < given.size(); begin += kMostDescriptors)
-    gone &= send_message(to.passage.get(), &some, sizeof some,
-                         std::span(given).subspan(begin, std::min(kMostDescriptors, given.size() - begin)));
-  if (!gone || !send_message(to.passage.get(), &ready, sizeof ready, std::array{state.memory.get()}))
-    throw Error(ErrorKind::system, "a new backup was given " + std::to_string(given.size() + 1) +
-                                       " descriptors and did not take them: " + why_not_sent());
-  to.number = ready.number;
-}
-
-void Server::give_far_state() {
-  const auto state = StateArchive::written(true, [&](StateArchive& archive) { visit(archive); });
+void Server::give_state(Partner& to) {
+  const auto state = StateArchive::written(to.far(), [&](StateArchive& archive) { visit(archive); });
   Record record;
   record.kind = Record::Kind::state;
   record.slot.number = turn_;
-  record.slot.bytes = state.bytes;
-  const Lent all(state.data, state.bytes);
-  backup_->write(record, {}, &all);
+  record.slot.round = to.number = ++backups_made_;
+  if (!state.give(to, record))
+    throw Error(ErrorKind::system, "a new backup was given " + std::to_string(state.descriptors.size() + 1) +
+                                       " descriptors and did not take them: " + why_not_sent());
 }
 
 void Server::begin_to_give() {
@@ -228,31 +219,22 @@ bool Server::give_blocks(bool moved) {
 // Returns false if the socket to the backup is full; then it is tried again.
 bool Server::give_piece(BlockId id, std::size_t piece) {
   Block& block = *blocks_[id];
-  auto content = StateArchive::written(backup_->far(), [&](StateArchive& archive) { block.visit(archive, piece); });
   Record record;
   record.kind = Record::Kind::block;
   record.slot.block = id;
   record.slot.offset = piece;
   record.slot.round = piece + 1 < block.pieces();
-  record.slot.bytes = content.bytes;
-  const auto* const near = dynamic_cast<const NearPartner*>(backup_.get());
-  const char some = 0;
-  if (near != nullptr && !send_message(near->passage.get(), &some, sizeof some, std::array{content.memory.get()}))
-    return false;
-  const Lent all(content.data, content.bytes);
-  backup_->write(record, {}, &all);
-  backup_->ring();
-  return true;
+  return StateArchive::written(backup_->far(), [&](StateArchive& archive) { block.visit(archive, piece); })
+      .give(*backup_, record);
 }
 
 // A backup on this host counts now, since the journal outlives this server. For others see backup_follows().
 void Server::have_given_all() {
   backup_->given_at = backup_->written();
   backup_->hurries = false;
-  const auto* const near = dynamic_cast<const NearPartner*>(backup_.get());
-  if (near == nullptr) return;
+  if (backup_->far()) return;
   backup_->is_counted = true;
-  header().backup.store(near->number, std::memory_order_seq_cst);  // an earlier backup counts no longer
+  header().backup.store(backup_->number, std::memory_order_seq_cst);  // an earlier backup counts no longer
   for (auto& [worker, connection] : connections_) tell(connection);
   if (is_heir_) take_over();
 }
@@ -266,53 +248,24 @@ bool Server::reads_push(BlockId id) const {
 
 // ---- The backup ---------------------------------------------------------------------------------------------------
 
-void Server::take_block(const Record& record, const Lent* given) {
-  Block& block = *blocks_[record.slot.block];
-  const std::size_t before = block.own_bytes();
-  const auto take = [&](const std::byte* at) {
-    StateArchive content(true, std::span(at, static_cast<std::size_t>(record.slot.bytes)));
-    block.visit(content, record.slot.offset);
-  };
-  if (given != nullptr) {
-    take(given->at());
-  } else {
-    const std::optional<Received> message = receive_message(near_server().passage.get());
-    if (!message || message->descriptors.size() != 1)
-      throw Error(ErrorKind::mismatch, "the content of a block has not come to the backup");
-    take(Mapping(message->descriptors[0].get(), static_cast<std::size_t>(record.slot.bytes), false).at());
-  }
-  own_bytes_ += block.own_bytes() - before;
-  block.is_missing = false;
-  block.lacks_rows = record.slot.round != 0;
-  pass(Step::takes);
-}
-
-void Server::become_far_server(const Record& record, const Lent& state) {
-  StateArchive reader(true, std::span(state.at(), state.bytes));
-  visit(reader);
-  turn_ = static_cast<std::uint32_t>(record.slot.number) + 1;
+void Server::take_state(Entry& entry) {
+  StateArchive state(followed_->far(), std::span(entry.data->at(), entry.data->bytes));
+  state.received = std::move(entry.descriptors);
+  visit(state);
+  turn_ = static_cast<std::uint32_t>(entry.record.slot.number) + 1;
+  number_ = static_cast<std::uint32_t>(entry.record.slot.round);
   for (auto& [worker, connection] : connections_) connection.known = shard_.knows(worker);
 }
 
-// Takes the server's state if it has arrived. Returns whether this backup has it.
-bool Server::become_server() {
-  while (number_ == 0) {
-    std::optional<Received> message = receive_message(near_server().passage.get());
-    if (!message) return false;
-    if (message->bytes.size() != sizeof(Ready)) {
-      for (FileDescriptor& each : message->descriptors) given_.push_back(std::move(each));
-      continue;
-    }
-    Ready ready;
-    std::memcpy(&ready, message->bytes.data(), sizeof ready);
-    const Mapping memory(message->descriptors.at(0).get(), static_cast<std::size_t>(ready.bytes), false);
-    StateArchive state(false, std::span<const std::byte>(memory.at(), memory.bytes()));
-    visit(state);
-    number_ = ready.number;
-    turn_ = ready.turn + 1;
-    stepped_ = ringreduce::now();
-  }
-  return true;
+void Server::take_block(const Entry& entry) {
+  Block& block = *blocks_[entry.record.slot.block];
+  const std::size_t before = block.own_bytes();
+  StateArchive content(true, std::span(entry.data->at(), entry.data->bytes));
+  block.visit(content, entry.record.slot.offset);
+  own_bytes_ += block.own_bytes() - before;
+  block.is_missing = false;
+  block.lacks_rows = entry.record.slot.round != 0;
+  pass(Step::takes);
 }
 
 }  // namespace ringreduce::parameter_server

@@ -354,9 +354,9 @@ void Table::visit(Archive& archive, std::size_t slab) {
     copy_slab(slab, ids, stored);
 }
 
-Snapshot::Piece Table::copy(std::size_t slab) const {
+Snapshot::Piece Table::copy(BlockId id, std::size_t slab) const {
   const std::size_t rows = rows_in(slab), ids = rows * kId;
-  Snapshot::Piece piece{0, slab * per_slab_, rows, ids + rows * stored_bytes_, nullptr};
+  Snapshot::Piece piece{id, slab * per_slab_, rows, ids + rows * stored_bytes_, nullptr};
   piece.bytes = std::make_unique_for_overwrite<std::byte[]>(piece.size);
   copy_slab(slab, piece.bytes.get(), piece.bytes.get() + ids);
   return piece;

@@ -38,7 +38,7 @@ class Table final : public Block {
   std::size_t own_bytes() const override { return bytes(rows_); }
   std::size_t pieces() const override { return slabs_.size(); }
   void visit(Archive& archive, std::size_t slab) override;
-  Snapshot::Piece copy(std::size_t slab) const override;
+  Snapshot::Piece copy(BlockId id, std::size_t slab) const override;
   Watch& watch() override { return watch_; }  // a slab is also changed when it gets another row
 
  private:

@@ -2,6 +2,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 #include "core/atomics.h"
@@ -75,7 +76,17 @@ Nanoseconds Server::due_in() const {
   return due == kForever ? kForever : std::max<Nanoseconds>(0, due - (ringreduce::now() - stepped_));
 }
 
+// An exception ends this server. Its process, which may be a worker's, goes on.
 bool Server::turn(bool may_call_python) {
+  try {
+    return serve(may_call_python);
+  } catch (const std::exception& error) {
+    fall(error);
+    return true;
+  }
+}
+
+bool Server::serve(bool may_call_python) {
   const DefaultFloatEnvironment environment;
   bool moved = serve_orders();
   moved |= partners_move();

@@ -505,6 +505,36 @@ void stopped_twice(int times) {
   }
 }
 
+// A server that fails ends, and its worker learns of it. The process goes on.
+void fails(Over over) {
+  ps::Server::Hooks hooks;
+  hooks.enter = [](const auto&) { throw std::bad_alloc(); };
+  ps::Server server(1 << 20, std::move(hooks));
+  ps::Client client(0, 1, kData);
+  if (over == Over::sockets) {
+    join_over_sockets(server, client, 0, 0);
+  } else {
+    server.join(spec_of(client, 0, 1, 0));
+    client.attach(0, spec_of(server, 0));
+  }
+  ps::BlockSpec block;
+  block.dtype = DType::int64;
+  block.mode.consistency = ps::Consistency::asynchronous;
+  block.count = kPerBlock;
+  block.rule.kind = ps::Rule::Kind::python;
+  const auto [id, offset] = server.create(block);
+  const std::vector<ps::Part> parts{{0, id, 0, block.bytes(), offset}};
+  const std::vector<std::int64_t> value(kPerBlock, 1);
+  client.wait(*client.send(ps::RequestKind::initialise, parts, bytes_of(value), {}), 60 * kSecond);
+  bool is_told = false;
+  try {
+    client.wait(*client.send(ps::RequestKind::push, parts, bytes_of(value), {}), 60 * kSecond);
+  } catch (const Error& error) {
+    is_told = error.kind() == ErrorKind::server_lost;
+  }
+  check(is_told && server.has_ended(), "a worker does not learn that its server has failed");
+}
+
 }  // namespace
 
 void stress_parameter_server() {
@@ -515,6 +545,7 @@ void stress_parameter_server() {
     rows(1, 2, 80, over);
     rows(3, 4, 80, over);
     snapshots(200, over);
+    fails(over);
   }
 #if !defined(__SANITIZE_THREAD__)  // a pull may copy while the server writes, and is then repeated
   asynchronous(4, 150, Over::memory);

@@ -43,7 +43,7 @@ void make_backup(ps::Server& server, ps::Server& backup) {
       {dup(journal.get()), dup(server.bell()), dup(server.values()), ps::own_pidfd().release(), passage[1], 0, "", ""});
   server.lead({dup(journal.get()), dup(backup.bell()), dup(backup.values()), ps::own_pidfd().release(), passage[0],
                backup.capacity(), "the backup", ""});
-  wait_for([&] { return server.has_backup(); }, "the new backup has not got all");
+  wait_for([&] { return server.standing().has_backup; }, "the new backup has not got all");
 }
 
 std::shared_ptr<ps::Server> new_server() { return std::make_shared<ps::Server>(8 << 20, ps::Server::Hooks{}); }
@@ -100,7 +100,7 @@ struct Pair {
       leave();
     else
       server->stop();
-    wait_for([&] { return leaves ? backup->is_heir() : backup->serves(); }, "the backup has not taken over");
+    wait_for([&] { return leaves ? backup->standing().is_heir : backup->serves(); }, "the backup has not taken over");
     if (decider.joinable()) decider.join();
     if (far && replica % 2 == 0) attach_all();
     ended.push_back(std::exchange(server, backup));
@@ -116,7 +116,7 @@ struct Pair {
   void leave() {
     if (far) {
       const std::uint64_t written = server->freeze();
-      wait_for([&] { return server->confirmed() >= written; }, "the backup does not confirm");
+      wait_for([&] { return server->standing().confirmed >= written; }, "the backup does not confirm");
     }
     server->leave_to_backup();
   }
@@ -131,7 +131,7 @@ struct Pair {
       server->connect_partner(one, "to the backup");
       backup->connect_partner(other, "to the server");
     }
-    wait_for([&] { return server->backup_follows(); }, "the new backup has not got all");
+    wait_for([&] { return server->standing().backup_follows; }, "the new backup has not got all");
     server->count_backup();
   }
 
