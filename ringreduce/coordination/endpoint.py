@@ -88,7 +88,7 @@ class PreparedEndpoint:
         self.listener.listen(8)
         self.endpoint: Endpoint = {
             "who": identity(),
-            "machine": _machine(location, self.nonce),
+            "machine": machine(location, self.nonce.hex()),
             "config": config,
             "label": location.host_id or socket.gethostname(),
             "cores": sorted(os.sched_getaffinity(0)),
@@ -106,20 +106,26 @@ class PreparedEndpoint:
             self.door.close()
 
 
-def door_at(location: Location) -> Door:
-    """Opens the door at which this rank accepts links from other hosts, as `location` says."""
+def door_at(location: Location, listens: bool = True) -> Door:
+    """Opens the door at which this rank accepts links from other hosts, as `location` says.
+
+    `listens`: whether it accepts any. Without, it only serves to go to the doors of others.
+    """
     from ringreduce.network.interfaces import Filter, local_interfaces
     from ringreduce.network.listener import Door
     from ringreduce.network.sockets import parse_ports
 
-    wanted = Filter.parse(location.interfaces)
-    return Door(wanted.choose(local_interfaces()), named=wanted.names_some, ports=parse_ports(location.ports))
+    wanted, ports = Filter.parse(location.interfaces), parse_ports(location.ports) if listens else ()
+    return Door(wanted.choose(local_interfaces()), named=wanted.names_some, ports=ports)
 
 
-def _machine(location: Location, nonce: bytes) -> str:
-    """A text that is equal for ranks on one host."""
+def machine(location: Location, alone: str) -> str:
+    """A text that is equal for ranks on one host. `alone`: a text that no other rank has, for transport 'tcp'.
+
+    That transport means to share no memory, so it makes each rank a host of its own, whatever the host is called.
+    """
     if location.transport == "tcp":
-        return nonce.hex()
+        return alone
     if location.host_id:
         return f"RINGREDUCE_HOST_ID={location.host_id}"
     return local_network()

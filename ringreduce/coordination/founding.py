@@ -11,7 +11,7 @@ those that still wait, whichever of them had failed. The caller knows what is ma
 Keys in the store:
 
     attempt          the number of the latest attempt; none: 0
-    attempt N/rank R the process that takes part in attempt N as rank R, and the name that it has
+    attempt N/rank R the process that takes part in attempt N as rank R (`Founder`)
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from ringreduce.common.failures import RingReduceError
-from ringreduce.coordination.process import Who, identity, lives
+from ringreduce.coordination.process import Who, identity, lives, process_began
 from ringreduce.coordination.store import once, value_of
 
 LOOK_AT_ATTEMPT, LOOK_AT_EARLIER = 0.25, 0.02
@@ -30,12 +30,26 @@ LOOK_AT_ATTEMPT, LOOK_AT_EARLIER = 0.25, 0.02
 because an earlier process of its rank does."""
 
 
+class Founder(NamedTuple):
+    """A process that takes part in an attempt."""
+
+    name: str
+    at: float
+    """When it came, in seconds of `time.time()`."""
+    who: Who
+
+    @property
+    def is_earlier(self) -> bool:
+        """Whether it came before this process began."""
+        return self.at < process_began()
+
+
 class Founding:
     """The attempts in one store, as a process sees them."""
 
-    def __init__(self, store: Any, founded: Callable[[], bool]) -> None:
+    def __init__(self, store: Any, founded: Callable[[], bool] = lambda: False) -> None:
         """`store`: of torch. `founded`: whether an attempt has succeeded."""
-        self._store, self._founded = store, founded
+        self.store, self._founded = store, founded
 
     def take_part(self, rank: int, me: str, taken: Callable[[Who], None]) -> int | None:
         """The number of the attempt that this process takes part in, under the name `me`; None: an earlier one has
@@ -44,24 +58,37 @@ class Founding:
         While another process of this rank takes part and lives, this one waits, and calls `taken` with that process
         again and again, which may raise.
         """
-        mine = json.dumps([me, *identity()])
         while True:
-            attempt = self._latest()
-            takes_part = once(self._store, f"attempt {attempt}/rank {rank}", mine)
-            if takes_part == mine:
+            attempt = self.latest()
+            founder = self.claim(attempt, rank, me)
+            if founder.name == me:
                 return attempt
-            earlier = Who(*json.loads(takes_part)[1:])
-            if lives(earlier) and earlier != identity():
-                taken(earlier)
+            if lives(founder.who) and founder.who != identity():
+                taken(founder.who)
                 time.sleep(LOOK_AT_EARLIER)
             else:
                 self.end(attempt)
             if self._founded():
                 return None
 
+    def claim(self, attempt: int, rank: int, me: str) -> Founder:
+        """Takes part in an attempt as `rank`, under a name that is never used again, unless another process does.
+        Returns who takes part."""
+        mine = json.dumps([me, time.time(), identity()])
+        return _founder(once(self.store, f"attempt {attempt}/rank {rank}", mine))
+
+    def founder(self, attempt: int, rank: int) -> Founder | None:
+        """Who takes part in an attempt as `rank`; None: nobody has come."""
+        said = value_of(self.store, f"attempt {attempt}/rank {rank}")
+        return None if said is None else _founder(said)
+
     def end(self, attempt: int) -> None:
         """Ends an attempt, unless it is over: those that come from now on meet in the next one."""
-        self._store.compare_set("attempt", str(attempt) if attempt else "", str(attempt + 1))
+        self.store.compare_set("attempt", str(attempt) if attempt else "", str(attempt + 1))
+
+    def latest(self) -> int:
+        """The number of the latest attempt."""
+        return int(value_of(self.store, "attempt") or b"0")
 
     def look_at(self, attempt: int, error: RingReduceError) -> Callable[[], RingReduceError | None]:
         """A function that returns `error` if an attempt is over, also by success. It asks the store now and then."""
@@ -72,9 +99,11 @@ class Founding:
             if time.monotonic() <= checked + LOOK_AT_ATTEMPT:
                 return None
             checked = time.monotonic()
-            return error if self._latest() != attempt or self._founded() else None
+            return error if self.latest() != attempt or self._founded() else None
 
         return look
 
-    def _latest(self) -> int:
-        return int(value_of(self._store, "attempt") or b"0")
+
+def _founder(said: str | bytes) -> Founder:
+    name, at, who = json.loads(said)
+    return Founder(name, at, Who(*who))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import secrets
 import socket
 import struct
 from typing import Any
@@ -35,10 +34,6 @@ def proof(secret: bytes, role: str, nonce: bytes, worker: int) -> str:
 
 def same(left: str, right: object) -> bool:
     return isinstance(right, str) and hmac.compare_digest(left, right)
-
-
-def new_nonce() -> bytes:
-    return secrets.token_bytes(NONCE)
 
 
 def send(connection: socket.socket, message: dict[str, Any], descriptors: list[int] | None = None) -> None:

@@ -15,17 +15,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from ringreduce.config import Options
-from ringreduce.coordination.process import local_network, own_pidfd
+from ringreduce.coordination.endpoint import door_at
+from ringreduce.coordination.process import own_pidfd
 from ringreduce.errors import TopologyError
-from ringreduce.network.interfaces import Filter, local_interfaces
-from ringreduce.network.listener import Door, Peer
+from ringreduce.groups.ready import location_of
+from ringreduce.network.listener import Peer
 from ringreduce.network.local import check_user, close_all
 from ringreduce.network.sockets import Address
-from ringreduce.parameter_server.control import NONCE, new_nonce, proof, receive, same, send
+from ringreduce.parameter_server.control import NONCE, proof, receive, same, send
 
 GROUP = "parameter server"
 """The name by which processes of a parameter server recognise each other's doors between hosts."""
-_PROCESS = secrets.token_hex(8)
 
 
 def called(server: int, its: dict[str, Any], replica: int = 0) -> str:
@@ -73,7 +73,7 @@ def enter(
         connection.settimeout(timeout)
         connection.connect(address)
         check_user(connection)
-        theirs, ours, worker = connection.recv(NONCE), new_nonce(), int(hello["worker"])
+        theirs, ours, worker = connection.recv(NONCE), secrets.token_bytes(NONCE), int(hello["worker"])
         its_proof = proof(secret, "worker", theirs, worker)
         answer, descriptors = ask(connection, hello | {"nonce": ours.hex(), "proof": its_proof}, given)
         knows = same(proof(secret, "server", ours, worker), answer.get("proof"))
@@ -131,8 +131,7 @@ def reach(
             reached[process] = Reached(socket.socket(fileno=descriptor), [])
             undo.callback(reached[process].close)
 
-    wanted = Filter.parse(options.socket_ifname or "")
-    door = Door(wanted.choose(local_interfaces()), named=wanted.names_some, ports=())
+    door = door_at(location_of(options), listens=False)
     connections = 1 + (options.connections or 1)
     try:
         door.open(number, GROUP, secret, peers, deliver, connections, options.dead_after or 0)
@@ -159,12 +158,3 @@ def lives(its: dict[str, Any], here: str) -> bool:
         except OSError:  # this cannot be determined
             return True
     return False
-
-
-def machine(options: Options) -> str:
-    """Returns a name of this host. It is equal for processes with the same kernel and network namespace, unless
-    RINGREDUCE_HOST_ID or RINGREDUCE_TRANSPORT says otherwise."""
-    if options.host_id:
-        return f"host {options.host_id}"
-    here = local_network()
-    return f"{here}/{os.getpid()}/{_PROCESS}" if options.transport == "tcp" else here

@@ -6,23 +6,25 @@ import contextlib
 import functools
 import json
 import os
-import secrets
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import DistNetworkError, DistStoreError
 
 from ringreduce import errors
 from ringreduce.config import Options
-from ringreduce.coordination.process import Who, has_ended, identity, process_began
+from ringreduce.coordination.endpoint import machine
+from ringreduce.coordination.founding import Founder, Founding
+from ringreduce.coordination.process import has_ended, identity, process_began
 from ringreduce.coordination.store import get, once
 from ringreduce.coordination.wait import CHECK_BY_RANK, CHECK_PROCESSES
 from ringreduce.errors import CollectiveTimeout, PeerLost, RingReduceError, SystemFailure
+from ringreduce.groups.ready import location_of
 from ringreduce.parameter_server import doors
-from ringreduce.parameter_server.doors import called
 from ringreduce.parameter_server.store import Views
 
 STORE_GONE = (DistNetworkError, DistStoreError)
@@ -31,18 +33,6 @@ STORE_GONE = (DistNetworkError, DistStoreError)
 
 class Stale(Exception):
     """Earlier processes, which have ended, have begun this incarnation. Whoever finds that out founds the next one."""
-
-
-class Founder(NamedTuple):
-    """A founder that has come."""
-
-    who: Who
-    at: float  # when it came, in seconds of `time.time()`
-
-    @property
-    def is_earlier(self) -> bool:
-        """Whether it came before this process began."""
-        return self.at < process_began()
 
 
 @dataclass
@@ -56,8 +46,8 @@ class Entry:
     deadline: float
     timeout: float
     options: Options
-    store: Any = None  # the store, under a prefix of this incarnation of the parameter server
     attempt: int = 0  # the number of this incarnation; the same store can be used for several, one after the other
+    store: Any = None  # the store, under a prefix of this incarnation of the parameter server
     worker: int = -1  # the number of this worker; for a founder, that of its process
     founders: int = 0
     servers: int = 0
@@ -68,23 +58,28 @@ class Entry:
     """The founders that have come, as far as this one has looked."""
     _look_again: float = 0.0  # when to look again whether founders have ended
 
-    def anew(self) -> Entry:
-        """Returns what is known before an incarnation is chosen."""
-        return replace(self, store=None, attempt=0, secret=b"", has_far_backups=False, _came={}, _look_again=0.0)
+    def begin(self, founding: Founding, attempt: int) -> None:
+        """Chooses an incarnation."""
+        self.founding, self.attempt = founding, attempt
+        self.store = PrefixStore(f"attempt {attempt}", founding.store)
 
     @property
     def machine(self) -> str:
-        return doors.machine(self.options)
+        return machine(location_of(self.options), str(identity()))
 
     @functools.cached_property
     def machines(self) -> list[str]:
-        """The host of each founder (`doors.machine`). Waits until all have told the store."""
+        """The host of each founder (`machine`). Waits until all have told the store."""
         return [self._wait(f"machine/{process}", process) for process in range(self.founders)]
+
+    @functools.cached_property
+    def views(self) -> Views | None:
+        """The views in the store, if backups are reached by TCP."""
+        return Views(self.store) if self.has_far_backups else None
 
     def process(self, process: int) -> dict[str, Any]:
         """Returns what a process with servers has told the store about itself. Waits for it."""
-        place: dict[str, Any] = json.loads(self._wait(f"server/{process}", process))
-        return place | {"number": process, "name": called(process, place)}
+        return dict(json.loads(self._wait(f"server/{process}", process)))
 
     def _wait(self, key: str, process: int) -> str:
         try:
@@ -92,17 +87,6 @@ class Entry:
         except CollectiveTimeout as error:
             error.culprit = process
             raise
-
-    def claim(self) -> bool:
-        """Takes this founder's rank in this incarnation; returns False if it has been taken before. From now on the
-        other founders watch this process."""
-        mine = json.dumps({"who": identity(), "at": time.time(), "claim": secrets.token_hex(4)})
-        return once(self.store, f"rank {self.worker}", mine) == mine
-
-    def is_mine(self) -> bool:
-        """Whether this process has taken its rank in this incarnation."""
-        key = f"rank {self.worker}"
-        return self.store.check([key]) and Who(*json.loads(self.store.get(key))["who"]) == identity()
 
     def wait_until_founded(self) -> None:
         """Returns when all founders have entered. Raises as `check_founding`, and `CollectiveTimeout`."""
@@ -164,14 +148,12 @@ class Entry:
 
     def _look_who_came(self) -> None:
         for rank in range(self.founders):
-            if rank not in self._came and self.store.check([f"rank {rank}"]):
-                came = json.loads(self.store.get(f"rank {rank}"))
-                self._came[rank] = Founder(Who(*came["who"]), came["at"])
+            if rank not in self._came and (founder := self.founding.founder(self.attempt, rank)):
+                self._came[rank] = founder
 
     def _ended(self) -> int | None:
         """Returns a founder whose process has ended, as far as this process has looked and can see."""
-        here = identity().pids
-        ended = [rank for rank, (who, _) in self._came.items() if who.pids == here and has_ended(who)]
+        ended = [rank for rank, founder in self._came.items() if has_ended(founder.who)]
         return min(ended, key=lambda rank: self._came[rank].at, default=None)
 
     def _called(self, rank: int) -> str:
@@ -200,14 +182,25 @@ class Entry:
         """Returns what a worker tells a server about itself."""
         return {"worker": self.worker, "host": socket.gethostname(), "pid": os.getpid(), "group": self.group}
 
-    def hello_to(self, server: int, replica: int) -> dict[str, Any]:
-        """Returns the same for a server or backup that is reached by TCP."""
-        return self.hello() | {"of": server, "replica": replica, "window": self.window}
-
-    def dial(self, views: Views, process: int, deadline: float, look: Callable[[], None]) -> doors.Reached:
-        """Connects to the door of a process by TCP. Raises as `doors.reach`, and what the store raises."""
+    def dial(self, its: dict[str, Any], deadline: float, look: Callable[[], None]) -> doors.Reached:
+        """Connects to the door of a process by TCP, where there are views. `its`: what the process has told the store.
+        Raises as `doors.reach`, and what the store raises."""
+        assert self.views is not None
+        process, number = its["number"], self.views.new_dialer()
         with contextlib.ExitStack() as undo:
-            processes, number = {process: views.process(process)}, views.new_dialer()
-            found = doors.reach(self.options, self.secret, processes, number, deadline, undo, look)[process]
+            found = doors.reach(self.options, self.secret, {process: its}, number, deadline, undo, look)[process]
             undo.pop_all()
         return found
+
+    def meet(
+        self, reached: doors.Reached, client: Any, server: int, name: str, replica: int, attach: Callable[..., None]
+    ) -> None:
+        """Makes this worker known to a server or backup that is reached by TCP, then `attach(server, name, replica)`
+        makes that known to the client, which gets the connections. Closes them if this fails."""
+        with contextlib.ExitStack() as undo:
+            undo.callback(reached.close)
+            doors.ask(reached.control, self.hello() | {"of": server, "replica": replica, "window": self.window})
+            attach(server, name, replica)
+            for descriptor, path in reached.take():
+                client.connect(server, descriptor, path, replica)
+            undo.pop_all()

@@ -6,20 +6,23 @@ Founders may have to try several times; each attempt is an incarnation of the pa
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ringreduce.coordination.endpoint import Location, door_at
+from ringreduce.coordination.endpoint import door_at
+from ringreduce.coordination.founding import Founding
+from ringreduce.coordination.process import identity
 from ringreduce.coordination.store import get, once
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, TopologyError
+from ringreduce.groups.ready import location_of
 from ringreduce.network.secret import group_secret
 from ringreduce.parameter_server.arguments import MOST_SERVERS, count_of_bytes
 from ringreduce.parameter_server.checks import WHOLE, check_bool, check_is, shown
@@ -30,7 +33,7 @@ from ringreduce.parameter_server.server.manager import ReplicaManager
 from ringreduce.parameter_server.server.process import ServerProcess
 from ringreduce.parameter_server.server.replication import Replication
 from ringreduce.parameter_server.server.serving import Serving
-from ringreduce.parameter_server.store import Directory, Views, beside
+from ringreduce.parameter_server.store import Directory, beside
 from ringreduce.parameter_server.updates import Function
 
 _PREFIX = "ringreduce/parameter server"
@@ -62,10 +65,10 @@ def found(
         try:
             with _founding(entry, given) as local:
                 entered = enter(entry, local)
-                _wait_for_founders(entry, given.store)
+                _wait_for_founders(entry)
             return entry, local, entered
         except Stale:
-            entry = entry.anew()
+            entry = replace(entry, _came={})
 
 
 def come(entry: Entry, store: Any, functions: dict[str, Function] | None) -> Serving:
@@ -95,13 +98,17 @@ def come(entry: Entry, store: Any, functions: dict[str, Function] | None) -> Ser
 
 def find(entry: Entry, store: Any) -> None:
     """Fills in the entry from what the founders have told the store. Waits for it."""
-    attempt = get(store, f"{_PREFIX}/{entry.name}/latest", "the founders of the parameter server", entry.deadline)
-    entry.store = PrefixStore(f"{_PREFIX}/{entry.name}/{attempt}", store)
-    entry.servers = int(get(entry.store, "founded", "the founders of the parameter server", entry.deadline))
+    founding, founders = _founding_in(entry, store), "the founders of the parameter server"
+    entry.begin(founding, int(get(founding.store, "latest", founders, entry.deadline)))
+    entry.servers = int(get(entry.store, "founded", founders, entry.deadline))
     entry.founders, entry.backups = int(entry.store.get("size")), int(entry.store.get("backups"))
     entry.has_far_backups = bool(int(entry.store.get("far backups")))
     entry.secret = group_secret(bytes.fromhex(entry.store.get("secret").decode()), entry.options.secret_file or "")
     entry.block_bytes = int(entry.store.get("block bytes"))
+
+
+def _founding_in(entry: Entry, store: Any) -> Founding:
+    return Founding(PrefixStore(f"{_PREFIX}/{entry.name}", store))
 
 
 @contextlib.contextmanager
@@ -162,31 +169,33 @@ def _begin(entry: Entry, store: Any) -> None:
     """Chooses the incarnation that this founder takes part in, and fills in its store. All founders come to it once. If
     this one has been there, or an earlier process of its rank, all go on with the next one. Raises `Served` if there is
     one whose servers live and that this process has not founded."""
-    key = f"{_PREFIX}/{entry.name}/making"
-    entry.attempt = int(once(store, key, "1"))
+    founding, me = _founding_in(entry, store), secrets.token_hex(4)
     while True:
-        entry.store = PrefixStore(f"{_PREFIX}/{entry.name}/{entry.attempt}", store)
+        entry.begin(founding, founding.latest())
         if entry.is_over() and entry.store.get("founded").isdigit():
             _check_has_ended(entry)
-        elif entry.claim() and not (entry.is_over() and entry.is_for_earlier_ones()):
+        elif founding.claim(entry.attempt, entry.worker, me).name == me and not (
+            entry.is_over() and entry.is_for_earlier_ones()
+        ):
             return
         twice = f"a second process has come as rank {entry.worker}; join again, and give each process its own rank"
         entry.give_up(PeerLost(twice))
-        entry.attempt = int(store.compare_set(key, str(entry.attempt), str(entry.attempt + 1)))
+        founding.end(entry.attempt)
 
 
 def _check_has_ended(entry: Entry) -> None:
     """Waits a second at most for the end of the servers of `entry.store`, unless this process founded them, then raises
     `Served`."""
-    if entry.is_mine():
+    founder = entry.founding.founder(entry.attempt, entry.worker)
+    if founder and founder.who == identity():
         return
     until = time.monotonic() + _ENDING
-    processes = Directory(entry.store, int(entry.store.get("size"))).processes()
-    while there := [number for number, its in processes.items() if lives(its, entry.machine)]:
+    processes = Directory(entry.store, int(entry.store.get("size"))).processes().values()
+    while there := [its for its in processes if lives(its, entry.machine)]:
         if time.monotonic() > until:
             raise Served(
                 f"rank {entry.worker} cannot found the parameter server {entry.name!r} again: "
-                f"{called(there[0], processes[there[0]])} serves already. If the servers have backups, join them: "
+                f"{called(there[0]['number'], there[0])} serves already. If the servers have backups, join them: "
                 "ringreduce serve --join, or serve(store, joins=True). Otherwise end all of them and start them "
                 "together, or give another name="
             )
@@ -213,22 +222,19 @@ def _make_known(entry: Entry, local: ServerProcess, listen: bool) -> None:
 
 def _publish(entry: Entry, local: ServerProcess, listens: bool) -> None:
     """Tells the store where this process is. With `listens`, opens a door for workers and servers on other hosts."""
-    me: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "machine": entry.machine}
-    me |= {"address": local.listener.address.hex(), "window": entry.window, "door": []}
+    me: dict[str, Any] = {"number": entry.worker, "host": socket.gethostname(), "pid": os.getpid()}
+    me |= {"machine": entry.machine, "address": local.listener.address.hex(), "window": entry.window, "door": []}
     if listens:
-        options = entry.options
-        door = door_at(Location(interfaces=options.socket_ifname or "", ports=options.ports or ""))
-        if entry.has_far_backups:
-            views = Views(entry.store)
-            local.replication = Replication(entry.worker, views, functools.partial(entry.dial, views))
-        local.listen(door, entry.worker, entry.window, options.dead_after or 0)
+        door = door_at(location_of(entry.options))
+        if entry.views is not None:
+            local.replication = Replication(entry.worker, entry.views, entry.dial)
+        local.listen(door, entry.worker, entry.window, entry.options.dead_after or 0)
         me["door"] = door.addresses
     entry.store.set(f"server/{entry.worker}", json.dumps(me))
 
 
 def _manage(entry: Entry, local: ServerProcess) -> ReplicaManager:
-    views = None if local.replication is None else local.replication.views
-    directory = Directory(beside(entry.store), entry.founders, views)
+    directory = Directory(beside(entry.store), entry.founders, entry.views)
     local.manager = manager = ReplicaManager(local, directory, entry.worker, entry.backups)
     return manager
 
@@ -247,7 +253,7 @@ def _agree(entry: Entry, **values: int) -> None:
 def _check_one_host(entry: Entry, listen: bool) -> None:
     for process, machine in enumerate(entry.machines):
         if machine != entry.machine:
-            name = entry.process(process)["name"]
+            name = called(process, entry.process(process))
             raise TopologyError(
                 f"{name} is on another host than this server; more servers than processes need backups=1, or one host",
                 process,
@@ -264,18 +270,19 @@ def _have_backups(entry: Entry, local: ServerProcess) -> None:
     far = local.replication is not None
     backup = backup_of(entry.worker, entry.machines) if far else (entry.worker + 1) % entry.founders
     its = entry.process(backup)
+    name = called(backup, its)
     try:
         for server, shard in local.serving().items():
             if local.replication is not None:
                 local.replication.begin(server, shard)
-            local.have_backup(server, backup, its, max(0.1, entry.deadline - time.monotonic()))
+            local.have_backup(server, its, max(0.1, entry.deadline - time.monotonic()))
     except TimeoutError:
-        raise CollectiveTimeout(f"{its['name']} did not make a backup of this server in time", backup) from None
+        raise CollectiveTimeout(f"{name} did not make a backup of this server in time", backup) from None
     except OSError as error:
-        raise PeerLost(f"making a backup on {its['name']}: {error}", backup) from None
+        raise PeerLost(f"making a backup on {name}: {error}", backup) from None
 
 
-def _wait_for_founders(entry: Entry, store: Any) -> None:
+def _wait_for_founders(entry: Entry) -> None:
     entry.wait_until_founded()
     if entry.worker == 0:
-        store.set(f"{_PREFIX}/{entry.name}/latest", str(entry.attempt))
+        entry.founding.store.set("latest", str(entry.attempt))

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import logging
 import os
-import socket
 import time
 from datetime import timedelta
 from typing import Any
@@ -21,15 +20,14 @@ from torch.distributed.rendezvous import rendezvous
 from ringreduce import _C
 from ringreduce.config import resolve
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost
-from ringreduce.parameter_server import doors, founding
+from ringreduce.parameter_server import founding
 from ringreduce.parameter_server.arguments import MOST_SERVERS, MOST_WORKERS, count_of_bytes, seconds
 from ringreduce.parameter_server.checks import check_bool, check_is, check_text, shown, whole
 from ringreduce.parameter_server.client.calls import Calls
 from ringreduce.parameter_server.client.failover import FailoverConnector
 from ringreduce.parameter_server.client.key_value import KeyValue
-from ringreduce.parameter_server.client.membership import Membership
 from ringreduce.parameter_server.client.questions import Joined, Questions
-from ringreduce.parameter_server.doors import Reached, Refused, ask, called, connect, reach
+from ringreduce.parameter_server.doors import Reached, Refused, called, connect, reach
 from ringreduce.parameter_server.entry import Entry
 from ringreduce.parameter_server.modes import READERS
 from ringreduce.parameter_server.placement import BLOCK_BYTES, UNIT
@@ -245,11 +243,10 @@ def enter(entry: Entry, local: ServerProcess | None) -> KeyValue:
     client = _C.ParameterClient(entry.worker, entry.servers, entry.window)
     if local is not None:
         client.host(local.server)
-    views = Views(entry.store) if entry.has_far_backups else None
     joined: list[Joined] = []
     with contextlib.ExitStack() as undo:
         reached: dict[int, Reached] = {}
-        if far and views is None:
+        if far and not entry.has_far_backups:
             number, look = new_dialer(entry.store), entry.check_founding
             reached = reach(entry.options, entry.secret, far, number, entry.deadline, undo, look)
         for server in range(entry.servers):
@@ -258,47 +255,34 @@ def enter(entry: Entry, local: ServerProcess | None) -> KeyValue:
             name = called(server, its)
             try:
                 if process in reached:
-                    joined.append(_enter_far(entry, client, server, Replica(process, 0), its, reached[process]))
+                    joined.append(_enter_far(entry, client, server, 0, its, reached[process]))
                 else:
-                    joined.append(_enter(entry, views, client, server))
+                    joined.append(_enter(entry, client, server))
             except TimeoutError:
                 raise CollectiveTimeout(f"{name} did not let this worker in in time", server) from None
             except OSError as error:
                 raise PeerLost(f"joining {name}: {error}", server) from None
             undo.callback(joined[-1].connection.close)
-        failover = None if views is None else FailoverConnector(entry, views, client, [each.turn for each in joined])
+        replicas = [each.turn for each in joined]
+        failover = FailoverConnector(entry, entry.views, client, replicas) if entry.views else None
         undo.pop_all()
-
-    def reach_near(server: int, address: str, timeout: float) -> socket.socket:
-        hello = entry.hello() | {"of": server, "again": True}  # the server knows this worker, as it was its backup
-        return doors.enter(bytes.fromhex(address), entry.secret, hello, [], timeout)[0]
-
-    loads = [0] * entry.servers
-    membership = Membership(
-        entry.store, entry.worker, entry.group, client, local, entry.block_bytes, entry.window, loads
-    )
-    questions = Questions(entry.worker, client, joined, reach_near, failover)
-    return KeyValue(Calls(membership, questions, entry.timeout))
+    return KeyValue(Calls(entry, client, local, Questions(entry, client, joined, failover)))
 
 
-def _enter(entry: Entry, views: Views | None, client: Any, server: int) -> Joined:
+def _enter(entry: Entry, client: Any, server: int) -> Joined:
     """Joins whoever serves the blocks of a server, on this host or, if there are views, by TCP. Waits for another
     process if that one has ended, or does not serve them any more."""
     until, began = time.monotonic() + _TAKING_OVER, process_of(entry.store, server, entry.founders)
     while True:
-        view = None if views is None else views.of(server)
-        one = Replica(process_of(entry.store, server, entry.founders), 0) if view is None else view.server
+        view = entry.views.of(server) if entry.views else None
+        one = view.server if view else Replica(process_of(entry.store, server, entry.founders), 0)
         its = entry.process(one.process)
         moves = bool(entry.backups or entry.servers > entry.founders or one.process != began)
         try:
-            if views is None or (one.number == 0 and its["machine"] == entry.machine):
+            if entry.views is None or (one.number == 0 and its["machine"] == entry.machine):
                 return _let_in(entry, client, server, its)
-            reached = entry.dial(views, one.process, entry.deadline, functools.partial(_look, views, server, view, its))
-            with contextlib.ExitStack() as undo:
-                undo.callback(reached.close)
-                joined = _enter_far(entry, client, server, one, its, reached)
-                undo.pop_all()
-            return joined
+            look = functools.partial(_look, entry.views, server, view, its)
+            return _enter_far(entry, client, server, one.number, its, entry.dial(its, entry.deadline, look))
         except (TimeoutError, Refused):
             raise
         except (OSError, PeerLost):
@@ -310,7 +294,7 @@ def _enter(entry: Entry, views: Views | None, client: Any, server: int) -> Joine
 def _look(views: Views, server: int, seen: View | None, its: dict[str, Any]) -> None:
     """Raises `PeerLost` if another process serves a server now."""
     if views.of(server) != seen:
-        raise PeerLost(f"{its['name']} does not serve server {server} any more", server)
+        raise PeerLost(f"{called(its['number'], its)} does not serve server {server} any more", server)
 
 
 def _let_in(entry: Entry, client: Any, server: int, its: dict[str, Any]) -> Joined:
@@ -328,13 +312,8 @@ def _let_in(entry: Entry, client: Any, server: int, its: dict[str, Any]) -> Join
     return Joined(connection, name, turn)
 
 
-def _enter_far(
-    entry: Entry, client: Any, server: int, replica: Replica, its: dict[str, Any], reached: Reached
-) -> Joined:
+def _enter_far(entry: Entry, client: Any, server: int, replica: int, its: dict[str, Any], reached: Reached) -> Joined:
+    name = called(server, its, replica)
     reached.control.settimeout(max(0.1, entry.deadline - time.monotonic()))
-    ask(reached.control, entry.hello_to(server, replica.number))
-    name = called(server, its, replica.number)
-    client.attach_far(server, name, replica.number)
-    for descriptor, path in reached.take():
-        client.connect(server, descriptor, path, replica.number)
-    return Joined(reached.control, name, replica.number)
+    entry.meet(reached, client, server, name, replica, client.attach_far)
+    return Joined(reached.control, name, replica)

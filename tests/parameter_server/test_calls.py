@@ -567,7 +567,7 @@ def test_threads_get_their_own_answers() -> None:
 def test_the_door_outlives_a_lack_of_descriptors() -> None:
     with ps.join(**SMALL) as kv:
         kv.init("w", torch.zeros(3))
-        address = kv.calls.membership.local.listener.address  # type: ignore[union-attr]
+        address = kv.calls.local.listener.address  # type: ignore[union-attr]
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         clients = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(4)]
         resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), hard))

@@ -97,7 +97,7 @@ def test_what_an_earlier_attempt_has_left_behind_does_not_count(
     of_launcher = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with Ranks(is_an_earlier_attempt, 3, of_launcher.port, comes, where) as ranks:
         ranks.reports(but=[rank for rank in range(3) if rank not in comes])
-        while not all(of_launcher.check([f"{PREFIX}/default/1/rank {rank}"]) for rank in comes):
+        while not all(of_launcher.check([f"{PREFIX}/default/attempt 0/rank {rank}"]) for rank in comes):
             time.sleep(0.01)
         for rank in comes:
             ranks.signal(rank, signal.SIGKILL)
@@ -112,8 +112,7 @@ def founds_with_other_arguments(me: Rank, port: int) -> list[float]:
         with mock.patch.object(Entry, "check_founding", lambda entry: next(first, False) or check(entry)):
             return founds(me, port, "servers")
     store = torch.distributed.TCPStore("127.0.0.1", port)
-    while store.get(f"{PREFIX}/default/making") != b"2":
-        time.sleep(0.01)
+    store.wait([f"{PREFIX}/default/attempt"])
     return founds(me, port, "servers")
 
 
@@ -121,7 +120,7 @@ def test_an_earlier_attempt_may_have_had_other_arguments() -> None:
     of_launcher = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with Ranks(is_an_earlier_attempt, 3, of_launcher.port, (1, 2), "founding._make_known") as ranks:
         ranks.reports(but=[0])
-        of_launcher.wait([f"{PREFIX}/default/1/block bytes"])
+        of_launcher.wait([f"{PREFIX}/default/attempt 0/block bytes"])
         ranks.signal(1, signal.SIGKILL)
         ranks.signal(2, signal.SIGKILL)
         ranks.results(but=(1, 2))
@@ -129,6 +128,7 @@ def test_an_earlier_attempt_may_have_had_other_arguments() -> None:
 
 
 def waits_for_one(me: Rank) -> tuple[str, int] | None:
+    me.meet("all are here")  # the timeout is short, and processes start as they can
     if me.rank == 2:
         return None
     with pytest.raises(CollectiveTimeout) as raised:

@@ -72,6 +72,16 @@ def test_a_worker_that_closes_in_a_living_process_is_not_waited_for() -> None:
     assert values[0] == values[1] in (2 + 10 + 1, 2 + 10 + 2)
 
 
+def knows_its_servers(me: Rank) -> list[bool]:
+    os.environ["RINGREDUCE_TRANSPORT"] = "tcp"
+    with one_host.join(me) as kv:
+        return [kv.calls.client.is_near(server) for server in range(2)]
+
+
+def test_tcp_takes_each_process_for_a_host_whatever_its_host_is_called() -> None:
+    assert run(placed, 2, (0, 0), knows_its_servers) == [[True, False], [False, True]]
+
+
 def test_a_worker_may_come_later() -> None:
     assert run(placed, 3, APART, one_host.with_late_worker) == [[102.0, 102.0]] * 3
 

@@ -78,10 +78,10 @@ class Unanswered(Views):
         return found
 
 
-def reach(process: int, deadline: float, look: Callable[[], None]) -> Reached:
+def reach(its: dict[str, Any], deadline: float, look: Callable[[], None]) -> Reached:
     """A process that takes every backup."""
     here, there = socket.socketpair()
-    control.send(there, {"name": f"process {process}"})
+    control.send(there, {"name": f"process {its['number']}"})
     return Reached(here, [(there.detach(), "")])
 
 
@@ -95,7 +95,7 @@ def of_a(views: Unanswered) -> tuple[Replication, Shard]:
     """Process 0, whose server has its backup in process 1."""
     replication, shard = Replication(0, views, reach), Shard()
     replication.begin(0, shard)  # type: ignore[arg-type]
-    replication.lead(0, shard, 1, 1.0)  # type: ignore[arg-type]
+    replication.lead(0, shard, {"number": 1}, 1.0)  # type: ignore[arg-type]
     assert views.of(0) == PAIR and shard.server.told == ["count_backup"]
     shard.server.told.clear()
     return replication, shard
@@ -120,7 +120,7 @@ def test_a_server_ends_when_its_new_backup_has_won_before_the_store_answers(view
     replication.begin(0, shard)  # type: ignore[arg-type]
     views.others = lambda: views.change(0, PAIR, PAIR.alone(B))
     with pytest.raises(ConnectionError):
-        replication.lead(0, shard, 1, 1.0)  # type: ignore[arg-type]
+        replication.lead(0, shard, {"number": 1}, 1.0)  # type: ignore[arg-type]
     assert shard.server.told == ["stop"] and not replication.is_settled(shard)  # type: ignore[arg-type]
 
 
@@ -129,7 +129,7 @@ def test_a_backup_that_may_count_is_not_abandoned_when_its_server_is_closed(view
     replication.begin(0, shard)  # type: ignore[arg-type]
     views.others = replication.close
     with pytest.raises(Aborted):
-        replication.lead(0, shard, 1, 1.0)  # type: ignore[arg-type]
+        replication.lead(0, shard, {"number": 1}, 1.0)  # type: ignore[arg-type]
     assert shard.server.told == []
 
 
@@ -148,7 +148,7 @@ def test_an_heir_that_is_replaced_does_not_ask_to_go_on(views: Unanswered, of_a:
     after = views.change(0, PAIR, PAIR.swapped().alone(A))
     replication.serve_alone(0, shard)  # type: ignore[arg-type]
     with pytest.raises(ConnectionError):
-        replication.lead(0, shard, 2, 1.0)  # type: ignore[arg-type]
+        replication.lead(0, shard, {"number": 2}, 1.0)  # type: ignore[arg-type]
     shard.server.on_silence()
     told(shard, False)
     assert views.of(0) == after
@@ -165,7 +165,7 @@ def test_an_heir_with_a_backup_does_not_lose_it_to_the_silence_of_its_server(vie
         assert may_answer.wait(30)
 
     views.others = meanwhile
-    leads = threading.Thread(target=replication.lead, args=(0, shard, 2, 1.0))
+    leads = threading.Thread(target=replication.lead, args=(0, shard, {"number": 2}, 1.0))
     leads.start()
     assert asks.wait(30)
     of_its_server()  # which is decided when the store has answered
@@ -191,12 +191,12 @@ def test_every_backup_has_a_number_of_its_own(views: Unanswered, of_a: Any) -> N
     told(shard, True)
     numbers = []
 
-    def refuse(process: int, deadline: float, look: Callable[[], None]) -> Reached:
+    def refuse(its: dict[str, Any], deadline: float, look: Callable[[], None]) -> Reached:
         numbers.append(replication._known[shard].offered)
         raise ConnectionError("it takes none")
 
     replication._dial = refuse
     for _ in range(2):
         with pytest.raises(ConnectionError):
-            replication.lead(0, shard, 1, 1.0)
+            replication.lead(0, shard, {"number": 1}, 1.0)
     assert numbers == [3, 4]

@@ -263,7 +263,7 @@ def comes_twice(me: Rank) -> None:
         with pytest.raises(PeerLost, match="a second process has come as rank 1"):
             join(me)
     else:
-        me.store.wait([f"ringreduce/parameter server/default/1/rank {rank}" for rank in range(2)])
+        me.store.wait([f"ringreduce/parameter server/default/attempt 0/rank {rank}" for rank in range(2)])
     with ps.join(me.store, rank=2 * me.rank % 3, size=3, **SMALL) as kv:
         kv.barrier()
 

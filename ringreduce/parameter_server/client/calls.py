@@ -8,7 +8,7 @@ import math
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,8 +17,8 @@ from ringreduce.errors import CollectiveTimeout, InvalidArgument, ServerLost, Sy
 from ringreduce.parameter_server.arguments import Timeout, check_average, check_key, check_wire, readable, seconds
 from ringreduce.parameter_server.checks import shown
 from ringreduce.parameter_server.client.keys import Key, Part, parts_of_table
-from ringreduce.parameter_server.client.membership import Membership
 from ringreduce.parameter_server.client.questions import Questions
+from ringreduce.parameter_server.entry import Entry
 from ringreduce.parameter_server.exits import open_until_exit
 from ringreduce.parameter_server.modes import Mode
 from ringreduce.parameter_server.placement import cut, elements_per_block, place
@@ -38,13 +38,27 @@ def _first_difference(name: str, here: Any, there: Any) -> tuple[str, Any, Any]:
     return name, here, there
 
 
+class LocalServers(Protocol):
+    """The servers of this process, as its worker sees them."""
+
+    def wait_until_left(self, timeout: float) -> list[str]:
+        """Waits until all workers have gone; returns the names of those that have not after `timeout` seconds."""
+
+    def close(self) -> None: ...
+
+
 class Calls:
     """What `KeyValue`, pushes, pulls, tables and followers share of one worker. Other threads may call `abort` only."""
 
-    def __init__(self, membership: Membership, questions: Questions, timeout: float) -> None:
-        self.membership, self.client, self.questions = membership, membership.client, questions
-        self.timeout = timeout  # for calls that are given none, in seconds
-        self.servers = len(membership.loads)
+    def __init__(
+        self, entry: Entry, client: _C.ParameterClient, local: LocalServers | None, questions: Questions
+    ) -> None:
+        """`local`: the servers of this process, if it has any."""
+        self.entry, self.store, self.client, self.local, self.questions = entry, entry.store, client, local, questions
+        self.timeout = entry.timeout  # for calls that are given none, in seconds
+        self.servers = entry.servers
+        self._loads = [0] * entry.servers
+        """By server: the bytes of the blocks there that this worker knows of, without tables."""
         self.has_left = False
         self.keys: dict[str, Key] = {}
         open_until_exit[self] = None
@@ -58,8 +72,8 @@ class Calls:
         """Ends this worker and the servers of its process without waiting. The others see them end. Idempotent."""
         self.has_left = True
         self.questions.close()
-        if self.membership.local is not None:
-            self.membership.local.close()
+        if self.local is not None:
+            self.local.close()
         open_until_exit.pop(self, None)
 
     def close_in_child(self) -> None:
@@ -114,13 +128,13 @@ class Calls:
         what = {"": f"{key!r} on {name}", "barrier": "the barrier"}.get(kind, f"{kind}() on {name}")
         question: dict[str, dict[str, Any]] = {
             "": {"ask": "awaited", "block": block},
-            "barrier": {"ask": "absent", "group": self.membership.group},
+            "barrier": {"ask": "absent", "group": self.entry.group},
         }
         why = f"{name} or its backup is busy or stopped"
         if kind in question:
             try:
                 workers = self.questions.ask(server, question[kind], time.monotonic() + _EXPLAINS)["workers"]
-                if workers := [each for each in workers if not each.startswith(f"worker {self.membership.worker} ")]:
+                if workers := [each for each in workers if not each.startswith(f"worker {self.entry.worker} ")]:
                     return f"{what} waits for {', '.join(workers)}"
                 why = f"no other worker is missing: it has no value yet, or is being updated, or {why}"
             except (CollectiveTimeout, ServerLost, SystemFailure) as error:
@@ -131,9 +145,7 @@ class Calls:
 
     def is_key(self, key: str) -> bool:
         """Whether some worker has made the key."""
-        return key in self.keys or bool(
-            self.membership.store.check([f"place/{key}"]) and self.membership.store.get(f"place/{key}")
-        )
+        return key in self.keys or bool(self.store.check([f"place/{key}"]) and self.store.get(f"place/{key}"))
 
     def lookup(self, key: str, deadline: float) -> Key:
         """Returns a key that this or another worker has made. Raises `InvalidArgument` if nobody has."""
@@ -143,7 +155,7 @@ class Calls:
                 raise InvalidArgument(
                     f"there is no key {shown(key)} yet: init() makes it on any worker, or attach(), by prefix= and name"
                 )
-            self.create(key, json.loads(self.membership.store.get(f"place/{key}")), deadline)
+            self.create(key, json.loads(self.store.get(f"place/{key}")), deadline)
         return self.keys[key]
 
     def init(
@@ -189,9 +201,9 @@ class Calls:
     def place(self, key: str, spec: dict[str, Any], deadline: float, **more: Any) -> bool:
         """Makes the blocks of a key. Returns whether the numbers of its rule are still to be sent (see `agree`)."""
         size = getattr(torch, spec["dtype"]).itemsize
-        per_block = more.setdefault("per_block", elements_per_block(size, self.membership.block_bytes))
+        per_block = more.setdefault("per_block", elements_per_block(size, self.entry.block_bytes))
         sizes = [count * size for _, count in cut(math.prod(spec["shape"]), per_block)]
-        placed, renumbers = self.agree(key, spec, spec | more | {"servers": place(sizes, self.membership.loads)})
+        placed, renumbers = self.agree(key, spec, spec | more | {"servers": place(sizes, self._loads)})
         if more.get("restored") and placed["per_block"] != per_block:
             raise InvalidArgument(f"{key!r} has been cut otherwise already: restore() before init()")
         self.create(key, placed, deadline)
@@ -203,7 +215,7 @@ class Calls:
         the rule other numbers, and then has to send them to the servers; also returns whether that is so."""
         wanted = wanted | {"made": secrets.token_hex(4)}
         place, asked = f"place/{key}", json.loads(json.dumps(spec))
-        placed: dict[str, Any] = json.loads(self.membership.store.compare_set(place, "", json.dumps(wanted)))
+        placed: dict[str, Any] = json.loads(self.store.compare_set(place, "", json.dumps(wanted)))
         renumbers = False
         if (
             placed.get("restored")
@@ -211,7 +223,7 @@ class Calls:
             and same_but_numbers(placed["update"], asked["update"])
         ):
             other = placed | {"update": asked["update"], "restored": None, "by": secrets.token_hex(4)}
-            placed = json.loads(self.membership.store.compare_set(place, json.dumps(placed), json.dumps(other)))
+            placed = json.loads(self.store.compare_set(place, json.dumps(placed), json.dumps(other)))
             renumbers = placed == other
         for name, mine in asked.items():
             if placed.get(name) != mine:
@@ -229,7 +241,7 @@ class Calls:
         try:
             yield
         except InvalidArgument:
-            self.membership.store.compare_set(f"place/{key}", json.dumps(placed), "")
+            self.store.compare_set(f"place/{key}", json.dumps(placed), "")
             raise
 
     def make_table(self, key: str, spec: dict[str, Any], deadline: float, restored: bool = False) -> _C.ParameterTable:
@@ -266,7 +278,7 @@ class Calls:
                 for i, (block, offset) in zip(some, made["blocks"], strict=True):
                     begin, count = blocks[i]
                     parts[i] = (server, block, begin * size, count * size, offset)
-                    self.membership.loads[server] += count * size
+                    self._loads[server] += count * size
         self.keys[key] = Key(placed, [part for part in parts if part is not None], self.client)
 
     def change(self, parts: dict[str, _C.ParameterParts], numbers: dict[str, float], deadline: float) -> None:

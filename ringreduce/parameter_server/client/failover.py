@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from ringreduce.errors import Aborted, RingReduceError
-from ringreduce.parameter_server.doors import ask, called
+from ringreduce.parameter_server.doors import called
 from ringreduce.parameter_server.entry import Entry
 from ringreduce.parameter_server.store import Views
 from ringreduce.parameter_server.views import Replica
@@ -88,21 +88,19 @@ class FailoverConnector:
     def _meet(self, server: int, one: Replica) -> bool:
         """Connects to a replica, which is asked when the one before it has ended. Returns whether it worked."""
         deadline = time.monotonic() + _PATIENCE
-        with contextlib.ExitStack() as undo, contextlib.suppress(OSError, RingReduceError):
-            entry, its = self._entry, self._views.process(one.process)
-            found = entry.dial(self._views, one.process, deadline, self._check_open)
-            undo.callback(found.close)
+        with contextlib.suppress(OSError, RingReduceError):
+            its = self._views.process(one.process)
+            found = self._entry.dial(its, deadline, self._check_open)
             found.control.settimeout(_PATIENCE)
-            ask(found.control, entry.hello_to(server, one.number))
-            name = called(server, its, one.number)
-            found.control.settimeout(self._entry.timeout)
-            with self._lock:
-                self._controls[server, one.number] = found.control, name
-            self._client.attach_far_backup(server, name, one.number)
-            for descriptor, path in found.take():
-                self._client.connect(server, descriptor, path, one.number)
+
+            def attach(server: int, name: str, replica: int) -> None:
+                found.control.settimeout(self._entry.timeout)
+                with self._lock:
+                    self._controls[server, replica] = found.control, name
+                self._client.attach_far_backup(server, name, replica)
+
+            self._entry.meet(found, self._client, server, called(server, its, one.number), one.number, attach)
             self._met.add((server, one.number))
-            undo.pop_all()
             return True
         return False
 

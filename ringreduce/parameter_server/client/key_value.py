@@ -49,7 +49,7 @@ class KeyValue:
     @property
     def worker(self) -> int:
         """The number of this worker. For a founder it is its rank."""
-        return self.calls.membership.worker
+        return self.calls.entry.worker
 
     @property
     def servers(self) -> int:
@@ -216,7 +216,7 @@ class KeyValue:
                 self.calls.tell("leave", list(range(self.servers)), deadline)
         finally:
             self.calls.questions.close()
-            local = self.calls.membership.local
+            local = self.calls.local
             staying = [] if local is None else local.wait_until_left(max(0.0, deadline - time.monotonic()))
             self.calls.close()
             if staying:

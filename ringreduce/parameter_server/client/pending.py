@@ -216,7 +216,7 @@ def push(
     timeout: Timeout,
 ) -> Pending:
     """Pushes, and prepares the pull into `out`. Checks all arguments of both before anything is sent."""
-    if calls.membership.group == READERS:
+    if calls.entry.group == READERS:
         raise InvalidArgument("a reader does not push; join with role='worker' to take part in training")
     check_weight(weight)
     check_priority(priority)

@@ -10,14 +10,15 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ringreduce._C import ParameterClient
 from ringreduce.errors import Aborted, CollectiveTimeout, InvalidArgument, ServerLost, SystemFailure
-from ringreduce.parameter_server import control
+from ringreduce.parameter_server import control, doors
 from ringreduce.parameter_server.client.failover import FailoverConnector
+from ringreduce.parameter_server.entry import Entry
 
 _LOOK = 0.005
 """Seconds between two questions to a backup whether it has taken over."""
@@ -36,17 +37,11 @@ class Questions:
     """Asks questions for one worker, one after the other. Only usable in the process that made it."""
 
     def __init__(
-        self,
-        worker: int,
-        client: ParameterClient,
-        servers: Sequence[Joined],
-        reach: Callable[[int, str, float], socket.socket],
-        failover: FailoverConnector | None,
+        self, entry: Entry, client: ParameterClient, servers: Sequence[Joined], failover: FailoverConnector | None
     ) -> None:
-        """`reach` connects to the door of a server that was a backup on this host, given its number, its address and a
-        timeout in seconds. It raises `OSError`. `failover` is given if backups are reached by TCP."""
+        """`failover` is given if backups are reached by TCP."""
         self.servers = servers
-        self._worker, self._client, self._reach, self._failover = worker, client, reach, failover
+        self._entry, self._client, self._failover = entry, client, failover
         self._pid = os.getpid()
         self._numbers = itertools.count()
         self._asking = threading.Lock()
@@ -73,7 +68,7 @@ class Questions:
         """Raises `InvalidArgument` in a forked child."""
         if os.getpid() != self._pid:
             raise InvalidArgument(
-                f"worker {self._worker} is the process that this one was forked from: call join() here for a "
+                f"worker {self._entry.worker} is the process that this one was forked from: call join() here for a "
                 "worker of its own"
             )
 
@@ -129,8 +124,10 @@ class Questions:
                     raise CollectiveTimeout(f"{asked.name} has ended, and {name} has not taken over yet", server)
                 return False
             asked.turn, asked.name = turn, name
+            # The server knows this worker, as it was its backup.
+            hello, left = self._entry.hello() | {"of": server, "again": True}, max(0.01, deadline - time.monotonic())
             with contextlib.suppress(OSError):  # the new server has ended as well
-                connection = self._reach(server, address, max(0.01, deadline - time.monotonic()))
+                connection, *_ = doors.enter(bytes.fromhex(address), self._entry.secret, hello, [], left)
                 asked.connection.close()
                 asked.connection = connection
                 return True

@@ -93,7 +93,7 @@ def restore(calls: Calls, path: Path, deadline: float) -> list[str]:
         snapshot = hashlib.sha256((path / INDEX).read_bytes()).hexdigest()
     except OSError as error:
         raise InvalidArgument(f"{path} is no whole snapshot: {error}") from None
-    store, mine = calls.membership.store, f"{calls.membership.worker} {secrets.token_hex(4)}"
+    store, mine = calls.store, f"{calls.entry.worker} {secrets.token_hex(4)}"
     first = store.compare_set(f"restore/{snapshot}", "", mine).decode()
     if first != mine:
         return _restored_by(calls, first.split()[0], path, f"restored/{snapshot}", deadline)
@@ -107,9 +107,9 @@ def restore(calls: Calls, path: Path, deadline: float) -> list[str]:
 
 
 def _restored_by(calls: Calls, worker: str, path: Path, key: str, deadline: float) -> list[str]:
-    if not wait_for(lambda: calls.membership.store.check([key]), every(_LOOK), deadline):
+    if not wait_for(lambda: calls.store.check([key]), every(_LOOK), deadline):
         raise CollectiveTimeout(f"restore: worker {worker}, which came first, has not restored {path} in time")
-    found = json.loads(calls.membership.store.get(key))
+    found = json.loads(calls.store.get(key))
     if "error" in found:
         raise InvalidArgument(f"worker {worker} has tried to restore {path}: {found['error']}")
     return list(found["names"])
@@ -153,14 +153,14 @@ def _send(
         (part,) = (each for each in known.parts if each[2] == first)
         payloads = iter([(part[0], part[1], _payload_of_block(reader, block))])
     else:
-        at_once = min(calls.membership.block_bytes, calls.client.window_bytes // 4)
+        at_once = min(calls.entry.block_bytes, calls.client.window_bytes // 4)
         rows = _payloads_of_rows(reader, block, table, at_once)
         payloads = ((server, table.blocks[server], payload) for server, payload in rows)
     for server, number, payload in payloads:
-        if payload.nbytes > calls.membership.window:
+        if payload.nbytes > calls.entry.window:
             raise InvalidArgument(
                 f"a block of {key!r} has {payload.nbytes} bytes with its states, and the window of this worker "
-                f"{calls.membership.window}: join with a larger window="
+                f"{calls.entry.window}: join with a larger window="
             )
         whole = _C.ParameterParts([(server, number, 0, payload.nbytes, 0)])
         left = deadline - time.monotonic()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import selectors
 import socket
 import threading
@@ -202,7 +203,7 @@ class Listener:
             time.sleep(0.05)
             return
         accepted.settimeout(1.0)
-        connection = Connection(accepted, control.new_nonce())
+        connection = Connection(accepted, secrets.token_bytes(control.NONCE))
         try:
             check_user(accepted)
             accepted.send(connection.nonce)

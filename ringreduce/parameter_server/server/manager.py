@@ -187,10 +187,11 @@ class ReplicaManager:
         way = (began.server.process, began.backup.process, self._number)
         while number not in self._local.serving() and view.server.process in way and time.monotonic() < deadline:
             with contextlib.suppress(OSError):  # that process has ended, as the next view will show
+                processes = self._directory.processes()
                 if view.server.process == way[0] and view.backup is not None and view.backup.process != self._number:
-                    replication.wish_for(number, view.backup.process, has, _PATIENCE)
+                    replication.wish_for(number, processes[view.backup.process], has, _PATIENCE)
                 if view.server.process != self._number:
-                    replication.wish_for(number, view.server.process, has, _PATIENCE)
+                    replication.wish_for(number, processes[view.server.process], has, _PATIENCE)
             wait_for(lambda: number in self._local.serving(), every(_SOON), time.monotonic() + _LOOK)
             view = replication.views.of(number) or view
 
@@ -229,7 +230,7 @@ class ReplicaManager:
             if self._closing:
                 return False
             try:
-                self._local.have_backup(number, other, self._directory.processes()[other], _PATIENCE)
+                self._local.have_backup(number, self._directory.processes()[other], _PATIENCE)
                 self._alone.discard(number)
                 self._in_vain.discard(other)
                 self._backup_at[number] = other

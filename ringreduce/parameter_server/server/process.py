@@ -82,11 +82,11 @@ class ServerProcess:
             return self.replication.is_settled(shard)
         return not shard.server.has_backup
 
-    def have_backup(self, number: int, process: int, its: dict[str, Any], timeout: float) -> None:
-        """Makes `process`, which has told the store `its`, the backup of server `number`, which is served here. Raises
+    def have_backup(self, number: int, its: dict[str, Any], timeout: float) -> None:
+        """Gives server `number`, which is served here, a backup in the process that has told the store `its`. Raises
         `OSError` if that process cannot be reached or does not answer, and `InvalidArgument` if there can be none."""
         if self.replication is not None:
-            return self.replication.lead(number, self.shards[number], process, timeout)
+            return self.replication.lead(number, self.shards[number], its, timeout)
         address, server = bytes.fromhex(its["address"]), self.shards[number].server
         journal, pidfd = server.journal(), own_pidfd()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -23,6 +23,9 @@ _AGAIN = 0.2
 _LOOK = 0.002
 """Seconds between looks whether a backup has all that its server is."""
 
+Its = dict[str, Any]
+"""What a process has told the store about itself."""
+
 log = logging.getLogger(__name__)
 
 
@@ -39,7 +42,7 @@ class Replication:
     backup, and then the log. When the backup has that, the server puts it in the view. From then on each of the two may
     go on without the other once it has changed the view. Before, the server goes on in any case."""
 
-    def __init__(self, process: int, views: Views, dial: Callable[[int, float, Callable[[], None]], doors.Reached]):
+    def __init__(self, process: int, views: Views, dial: Callable[[Its, float, Callable[[], None]], doors.Reached]):
         """`dial` connects to the door of a process until a deadline, calling now and then what may raise."""
         self.process, self.views, self._dial = process, views, dial
         self._changing = threading.Lock()
@@ -67,27 +70,25 @@ class Replication:
         """Whether this server has no backup, and none of which it is not decided whether it goes on."""
         return shard in self._known and self._known[shard].leads and not self._known[shard].has_backup
 
-    def lead(self, number: int, shard: Shard, process: int, timeout: float) -> None:
+    def lead(self, number: int, shard: Shard, its: Its, timeout: float) -> None:
         """Makes a backup of server `number` in a process; returns when it counts. Raises `OSError` if it does not work,
         and `InvalidArgument` if there can be none. `timeout` is not for what has to be sent."""
         with self._changing:
             known = self._standing(shard)
             if not known.leads:
                 raise ConnectionError(f"server {number} has been replaced")
-            self._known[shard], after = known.asks_for_backup(process)
+            self._known[shard], after = known.asks_for_backup(its["number"])
         assert after.backup is not None
         backup, link = after.backup, _Link()
-        with contextlib.closing(self._go_to(process, timeout)) as its:
+        with contextlib.closing(self._go_to(its, timeout)) as reached:
             hello: dict[str, Any] = {"backup": True, "of": number, "capacity": shard.server.capacity}
             hello |= {"view": after.text(), "since": known.view.number}
-            answer, _ = doors.ask(its.control, hello)
+            answer, _ = doors.ask(reached.control, hello)
             on_silence = functools.partial(self._later, self._break_off, shard, number, backup, link)
             shard.server.lead_far(on_silence, str(answer["name"]))
-            for descriptor, path in its.take():
+            for descriptor, path in reached.take():
                 shard.server.connect_partner(descriptor, path)
-        while not shard.server.backup_follows and not link.is_broken:
-            self._check_open()
-            time.sleep(_LOOK)
+        self._wait_for(lambda: shard.server.backup_follows or link.is_broken)
         with self._changing:
             found = self._known.get(shard) if link.is_broken else self._change(shard, number, known.view, after)
             if found is None:  # so the backup may count
@@ -101,23 +102,23 @@ class Replication:
                 self._say(number, was_backup=False, goes_on=False)
             else:
                 shard.server.abandon_backup()
-        raise ConnectionError(f"process {process} was lost before it was the backup of server {number}")
+        raise ConnectionError(f"process {its['number']} was lost before it was the backup of server {number}")
 
-    def wish_for(self, number: int, process: int, has: int, timeout: float) -> None:
+    def wish_for(self, number: int, its: Its, has: int, timeout: float) -> None:
         """Tells a process that this one, which serves `has`, would like to serve server `number`. Its server leaves it
         to its backup; its backup takes this process for the next one. Raises `OSError` if that process has ended."""
-        with contextlib.closing(self._go_to(process, timeout)) as its:
-            doors.ask(its.control, {"wish": True, "of": number, "process": self.process, "has": has})
+        with contextlib.closing(self._go_to(its, timeout)) as reached:
+            doors.ask(reached.control, {"wish": True, "of": number, "process": self.process, "has": has})
 
-    def _go_to(self, process: int, timeout: float) -> doors.Reached:
+    def _go_to(self, its: Its, timeout: float) -> doors.Reached:
         try:
-            its = self._dial(process, time.monotonic() + timeout, self._check_open)
+            reached = self._dial(its, time.monotonic() + timeout, self._check_open)
         except Aborted:
             raise
         except (PeerLost, CollectiveTimeout, SystemFailure, RuntimeError) as error:  # the last of a store
             raise ConnectionError(str(error)) from None
-        its.control.settimeout(timeout)
-        return its
+        reached.control.settimeout(timeout)
+        return reached
 
     def backup_of(self, shard: Shard) -> int | None:
         """The process with the backup of what is served here."""
@@ -144,9 +145,7 @@ class Replication:
         server = shard.server
         with contextlib.suppress(InvalidArgument):  # it has none any more
             until = server.freeze()
-            while server.has_backup and server.confirmed < until:
-                self._check_open()
-                time.sleep(_LOOK)
+            self._wait_for(lambda: not server.has_backup or server.confirmed >= until)
             with self._changing:
                 known = self._known[shard]
                 if server.has_backup and known.has_backup:
@@ -169,6 +168,11 @@ class Replication:
     def _check_open(self) -> None:
         if self._closing:
             raise Aborted("this process's servers are being closed")
+
+    def _wait_for(self, is_so: Callable[[], bool]) -> None:
+        while not is_so():
+            self._check_open()
+            time.sleep(_LOOK)
 
     def _later(self, what: Callable[..., None], *arguments: object) -> None:
         """Called by a server's thread, which must not wait."""
