@@ -7,7 +7,6 @@ a process.
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -32,9 +31,8 @@ class ThreadRank:
         if options.gpu_mode == "run":  # kernels that wait for each other must not come one after the other
             torch.cuda.set_stream(torch.cuda.Stream())
         resolved, _ = resolve(options)
-        within = timedelta(seconds=timeout)
-        with make._exchange(store, rank, list(range(size)), within, None) as exchange:
-            self.backend = make._make(exchange, "group", within, resolved)
+        with make._exchange(store, rank, list(range(size)), timeout, None) as exchange:
+            self.backend = make.GroupSpec(exchange, "group", timeout, resolved).make()
         self.group = dist.ProcessGroup(store, rank, size)
         self.group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.CUSTOM, self.backend)
 

@@ -79,8 +79,8 @@ class Beforehand(NamedTuple):
     """What a wait also calls now and then. If it returns an error, the wait raises that."""
 
 
-_NOTHING = Beforehand()
-beforehand: contextvars.ContextVar[Beforehand] = contextvars.ContextVar("beforehand", default=_NOTHING)
+NOTHING = Beforehand()
+beforehand = contextvars.ContextVar("beforehand", default=NOTHING)
 
 
 @contextlib.contextmanager
@@ -120,18 +120,18 @@ class Exchange:
         rank: int,
         size: int,
         timeout: float,
-        endpoints: Sequence[Endpoint] = (),
         ranks: Sequence[int] = (),
         within: str = "",
         processes: Sequence[tuple[str, int]] = (),
+        before: Beforehand = NOTHING,
     ) -> None:
-        """`endpoints`: what the ranks have told before, instead of the first phase: see `endpoint`.
-
-        `ranks`: the global ranks of the group, by which messages call them. `within`: the attempt that has made the
+        """`ranks`: the global ranks of the group, by which messages call them. `within`: the attempt that has made the
         group whose ranks make this one, as in `new_group`; then nothing under these keys is of another attempt.
         `processes`: host and pid of each rank, if they are known from that group.
         """
-        self.store, self.rank, self.size, self.endpoints = store, rank, size, endpoints
+        self.store, self.rank, self.size, self.before = store, rank, size, before
+        self.endpoints = endpoints = before.endpoints
+        """What the ranks have told before, instead of the first phase: see `endpoint`."""
         self.ranks = list(ranks or range(size))
         self.deadline = time.monotonic() + timeout
         self.id = secrets.token_hex(8)
@@ -142,7 +142,6 @@ class Exchange:
         self._within, self._processes = within, processes
         self._endpoint: Endpoint = {}
         self._known = {rank: Who(*endpoint["who"]) for rank, endpoint in enumerate(endpoints)}
-        self._ended = beforehand.get().ended
         self._counted_in = bool(endpoints) or rank == 0
         """Whether rank 0 has counted this rank in, so that the attempt is surely not an old one."""
         self._looked = 0.0
@@ -369,7 +368,7 @@ class Exchange:
                 pause = pauses.after(now - began)
                 if turn and (now - began > PAUSES.longest or now > deadline):
                     self.raise_if_given_up()
-                between = CHECK_KNOWN_ENDS if self._ended else CHECK_PROCESSES
+                between = CHECK_KNOWN_ENDS if self.before.ended else CHECK_PROCESSES
                 if now - checked > max(between, CHECK_BY_RANK * self.size) or now > deadline:
                     checked = now
                     missing = whom() if turn and whom else []
@@ -413,7 +412,7 @@ class Exchange:
 
     def _dead(self) -> int:
         """The first of the watched ranks that has ended, as far as this process can see; -1: none."""
-        if self._ended and (found := self._ended()):
+        if self.before.ended and (found := self.before.ended()):
             return found[0]
         for rank in self.watched:
             who = self._known.get(rank)
@@ -452,7 +451,7 @@ class Exchange:
         self._gave_up = True
         if self.attempt:  # whoever makes the group again takes no part in this attempt
             _over.add((self.rank, self.attempt))
-        if (tell := beforehand.get().gives_up) and isinstance(error, RingReduceError):
+        if (tell := self.before.gives_up) and isinstance(error, RingReduceError):
             tell(error)
         if isinstance(error, CollectiveTimeout | PeerLost | CollectiveMismatch):  # -1: it may be anybody's fault
             self._tell_error(type(error).__name__, str(error), error.culprit)
@@ -475,8 +474,7 @@ class Exchange:
 
     def raise_if_given_up(self) -> None:
         """Raises what keeps another rank from coming."""
-        look = beforehand.get().look
-        found = look() if look else None
+        found = self.before.look() if self.before.look else None
         if self.attempt and self.store.check([f"{self.prefix}/given up"]):
             kind, why, culprit = json.loads(self.store.get(f"{self.prefix}/given up"))
             raise getattr(failures, kind)(str(why), int(culprit))

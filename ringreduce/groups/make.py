@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
@@ -46,11 +47,11 @@ from ringreduce.errors import SystemFailure, TopologyError
 from ringreduce.groups.arena import open_arena, share_allocations
 from ringreduce.groups.choices import Choices, add_plans
 from ringreduce.groups.decision import Decision, decide, decide_by_endpoints, decide_over_gloo
-from ringreduce.groups.exchange import WHO, Exchange, beforehand, passed
+from ringreduce.groups.exchange import NOTHING, WHO, Exchange, beforehand, passed
 from ringreduce.groups.lookup import found_in, registered, remember
 from ringreduce.groups.meet import Meeting, agree_on_config, meet
 from ringreduce.groups.ready import agreed, location_of
-from ringreduce.groups.survivors import Lineage, Survivors, known_ends, shrinking, survivors_of, use_instead
+from ringreduce.groups.survivors import Lineage, Survivors, shrinking, survivors_of, use_instead
 
 if TYPE_CHECKING:
     from ringreduce.groups.between_hosts import Links
@@ -102,11 +103,8 @@ def create(opts: Any, pg_options: Options | None) -> _C.ProcessGroupRing:
     of_world = list(opts.global_ranks_in_group)  # none for the default group itself
     world = found_in(dist.group.WORLD) if of_world and dist.group.WORLD else None
     ranks = of_world or list(range(opts.group_size))
-    within = (survivors_of(world), of_world) if world else None
-    with (
-        known_ends(world, of_world) if world else contextlib.nullcontext(),
-        _exchange(opts.store, opts.group_rank, ranks, opts.timeout, within) as exchange,
-    ):
+    within = (world, of_world) if world else None
+    with _exchange(opts.store, opts.group_rank, ranks, seconds_of(opts.timeout), within) as exchange:
         options, _ = resolve(pg_options)
         if options.share_allocations:
             share_allocations()
@@ -114,45 +112,36 @@ def create(opts: Any, pg_options: Options | None) -> _C.ProcessGroupRing:
             # DDP then takes its gradient buckets from the group's `allocateTensor`. The variable is for all backends of
             # the process, so where NCCL may be one of them it is left to the user.
             os.environ.setdefault("DDP_DISABLE_COMM_MEM", "0")
-        return _make(exchange, opts.group_id, opts.timeout, options)
+        return GroupSpec(exchange, opts.group_id, seconds_of(opts.timeout), options).make()
 
 
 @contextlib.contextmanager
 def _exchange(
-    store: Store, rank: int, global_ranks: list[int], timeout: timedelta, within: tuple[Survivors, list[int]] | None
+    store: Store, rank: int, ranks: list[int], seconds: float, within: tuple[_C.ProcessGroupRing, list[int]] | None
 ) -> Iterator[Exchange]:
     """This rank's part in making a group. If anything fails, the others are told why, however early that is.
 
-    `within`: the group whose ranks make this one, and their ranks there.
+    `ranks`: the global ones. `within`: the group whose ranks make this one, and their ranks there.
     """
-    before = beforehand.get()
-    exchange = Exchange(
-        store,
-        rank,
-        len(global_ranks),
-        seconds_of(timeout),
-        before.endpoints,
-        global_ranks,
-        within[0].lineage.attempt if within else "",
-        within[0].processes(within[1]) if within else (),
-    )
+    before, attempt, processes = beforehand.get(), "", list[tuple[str, int]]()
+    if within:
+        group, wanted = within
+        lineage, processes = survivors_of(group).lineage, survivors_of(group).processes(wanted)
+        attempt = lineage.attempt
+        before = before._replace(ended=lambda: [wanted.index(each) for each in group.ended() if each in wanted])
+    exchange = Exchange(store, rank, len(ranks), seconds, ranks, attempt, processes, before)
     try:
         yield exchange
     except BaseException as error:
         exchange.give_up(error)
         raise
+    finally:
+        exchange.before = NOTHING  # the group may keep the exchange, and some of this holds the group
 
 
 def store_of(exchange: Exchange) -> Store:
     """torch makes all groups of this module with stores of its own."""
     return cast(Store, exchange.store)
-
-
-def _names(exchange: Exchange, processes: list[tuple[str, int]]) -> list[tuple[str, int, int]]:
-    """What messages of the engine call the ranks by: host, pid and global rank; -1 for the last where it says no more
-    than the rank in the group."""
-    whole = exchange.ranks == list(range(exchange.size))
-    return [(*process, -1 if whole else rank) for process, rank in zip(processes, exchange.ranks, strict=True)]
 
 
 def seconds_of(timeout: timedelta) -> float:
@@ -166,102 +155,173 @@ def _may_have_gpus() -> bool:
     return in_use or (built and any(map(os.path.exists, GPU_DEVICES)))
 
 
-def _make(
-    exchange: Exchange, name: str, timeout: timedelta, options: Options, family: Family | None = None
-) -> _C.ProcessGroupRing:
-    """`family`: of the group that it is shrunk from."""
-    _leave_at_the_end_of(os.getpid())
-    registered.pop(name, None)  # an earlier group's of that name
-    rank, size, global_ranks = exchange.rank, exchange.size, exchange.ranks
-    seconds = seconds_of(timeout)
-    if options.debug and not log.isEnabledFor(logging.INFO):
-        show_log()
-    began = time.monotonic()
-    make = _make_over_gloo if options.transport == "gloo" else _make_with_memory
-    settings = functools.partial(_settings, exchange, name, seconds, options, family)
-    group, decision, links = make(exchange, seconds, options, settings)
-    if links:
-        from ringreduce.groups import between_hosts
+@dataclass(frozen=True)
+class GroupSpec:
+    """A group that this rank makes with the others of `exchange`."""
 
-        remember(name, links)
+    exchange: Exchange
+    name: str
+    seconds: float
+    """The timeout of its calls."""
+    options: Options
+    family: Family | None = None
+    """Of the group that it is shrunk from."""
+
+    def make(self) -> _C.ProcessGroupRing:
+        """Returns when all ranks are there, and those that plans need from the start are linked."""
+        _leave_at_the_end_of(os.getpid())
+        registered.pop(self.name, None)  # an earlier group's of that name
+        exchange, options, seconds = self.exchange, self.options, self.seconds
+        if options.debug and not log.isEnabledFor(logging.INFO):
+            show_log()
+        began = time.monotonic()
+        group, decision, links = self._over_gloo() if options.transport == "gloo" else self._with_memory()
+        if links:
+            from ringreduce.groups import between_hosts
+
+            remember(self.name, links)
+            try:
+                links.learn(seconds - (time.monotonic() - began))  # which plans are chosen by
+                first = between_hosts.peers_in(self._choices(decision, links).plans(), exchange.rank, links.order)
+                links.connect_all(first, seconds - (time.monotonic() - began))
+            except BaseException as error:
+                exchange.give_up(error)
+                group.shutdown()  # which lets go of the door, which holds the group
+                raise
+        log.info(
+            "[rank %d] made a group of ranks %s in %.3f s: %s; decided: %s%s",
+            exchange.ranks[exchange.rank],
+            exchange.ranks,
+            time.monotonic() - began,
+            options,
+            decision.rules or "nothing",
+            f"; between hosts: {links.wire}" if links else "",
+        )
+        return group
+
+    def _with_memory(self) -> tuple[_C.ProcessGroupRing, Decision, Links | None]:
+        """Ranks of one host share memory; those on several have links over TCP besides."""
+        exchange, options, size, before = self.exchange, self.options, self.exchange.size, self.exchange.before
+        memory = before.prepared.memory if before.prepared else _C.OpenMemory() if options.fetch and size > 1 else None
+        arena = open_arena(options)
+        decides = functools.partial(decide, exchange.ranks, options)
+        meeting = meet(
+            exchange,
+            lambda decision: _memory_for(size, options, Decision.load(decision).channels),
+            agreed(options),
+            functools.partial(decide_by_endpoints, before.endpoints, decides) if before.prepared else decides,
+            memory,
+            location_of(options),
+            arena,
+        )
+        passed("group: met")
         try:
-            links.learn(seconds - (time.monotonic() - began))  # which plans are chosen by
-            first = between_hosts.peers_in(Choices(rank, size, options, decision, links).plans(), rank, links.order)
-            links.connect_all(first, seconds - (time.monotonic() - began))
-        except BaseException as error:
-            exchange.give_up(error)
-            group.shutdown()  # which lets go of the door, which holds the group
+            decision = Decision.load(meeting.decision)
+            if decision.error:
+                raise TopologyError(decision.error, 0)
+            links = _links(exchange, options, meeting, decision) if meeting.door else None
+            geometry = geometry_for(size, options, decision.channels)
+            ledger = None if links else Ledger(meeting.memfd, _ledger_at(geometry), ledger_bytes(size))
+            of_transport = _transport(options, meeting, decision, links)
+            settings = self._settings(decision, meeting.names, ledger, links, **of_transport)
+        except BaseException:
+            meeting.close()
             raise
-    log.info(
-        "[rank %d] made a group of ranks %s in %.3f s: %s; decided: %s%s",
-        global_ranks[rank],
-        global_ranks,
-        time.monotonic() - began,
-        options,
-        decision.rules or "nothing",
-        f"; between hosts: {links.wire}" if links else "",
-    )
-    return group
+        try:
+            group = _C.ProcessGroupRing(
+                memfd=meeting.memfd,
+                geometry=geometry,
+                pidfds=meeting.pidfds,
+                names=self._names(meeting.names),
+                rank=exchange.rank,
+                memory=memory if meeting.threads else None,
+                memory_threads=meeting.threads,
+                lends_arena=arena >= 0,
+                arenas=meeting.arenas,
+                elsewhere=links.elsewhere if links else [],
+                connect=links.connect if links else None,
+                disconnect=links.close if links else None,
+                settings=settings,
+            )
+        except BaseException:  # it has taken the descriptors all the same
+            if meeting.door:
+                meeting.door.close()
+            raise
+        if links:
+            try:
+                links.open(group)
+            except BaseException:
+                group.shutdown()  # which lets go of the links, which hold the group
+                raise
+        passed("group: made")
+        return group, decision, links
 
-
-def _make_with_memory(
-    exchange: Exchange, seconds: float, options: Options, settings: Callable[..., _C.Settings]
-) -> tuple[_C.ProcessGroupRing, Decision, Links | None]:
-    """Ranks of one host share memory; those on several have links over TCP besides."""
-    size, before = exchange.size, beforehand.get()
-    memory = before.prepared.memory if before.prepared else _C.OpenMemory() if options.fetch and size > 1 else None
-    arena = open_arena(options)
-    decides = functools.partial(decide, exchange.ranks, options)
-    meeting = meet(
-        exchange,
-        lambda decision: _memory_for(size, options, Decision.load(decision).channels),
-        agreed(options),
-        functools.partial(decide_by_endpoints, before.endpoints, decides) if before.prepared else decides,
-        memory,
-        location_of(options),
-        arena,
-        before.prepared,
-    )
-    passed("group: met")
-    try:
-        decision = Decision.load(meeting.decision)
+    def _over_gloo(self) -> tuple[_C.ProcessGroupRing, Decision, None]:
+        exchange, options = self.exchange, self.options
+        decides = functools.partial(decide_over_gloo, exchange.ranks, options)
+        names, decided = _call_roll(exchange, agreed(options), decides)
+        decision = Decision.load(decided)
         if decision.error:
             raise TopologyError(decision.error, 0)
-        links = _links(exchange, options, meeting, decision) if meeting.door else None
-        geometry = geometry_for(size, options, decision.channels)
-        ledger = None if links else Ledger(meeting.memfd, _ledger_at(geometry), ledger_bytes(size))
-        of_group = settings(decision, meeting.names, ledger, **_transport(options, meeting, decision, links))
-    except BaseException:
-        meeting.close()
-        raise
-    try:
-        group = _C.ProcessGroupRing(
-            memfd=meeting.memfd,
-            geometry=geometry,
-            pidfds=meeting.pidfds,
-            names=_names(exchange, meeting.names),
-            rank=exchange.rank,
-            memory=memory if meeting.threads else None,
-            memory_threads=meeting.threads,
-            lends_arena=arena >= 0,
-            arenas=meeting.arenas,
-            elsewhere=links.elsewhere if links else [],
-            connect=links.connect if links else None,
-            disconnect=links.close if links else None,
-            settings=of_group,
-        )
-    except BaseException:  # it has taken the descriptors all the same
-        if meeting.door:
-            meeting.door.close()
-        raise
-    if links:
         try:
-            links.open(group)
-        except BaseException:
-            group.shutdown()  # which lets go of the links, which hold the group
-            raise
-    passed("group: made")
-    return group, decision, links
+            store = PrefixStore(exchange.prefix, store_of(exchange))  # of this attempt alone
+            timeout = timedelta(seconds=self.seconds)
+            gloo = ProcessGroupGloo(PrefixStore("gloo", store), exchange.rank, exchange.size, timeout)
+        except RuntimeError as error:
+            raise SystemFailure(f"making the group: Gloo cannot connect its ranks: {error}") from None
+        slices = {
+            "least_slice_bytes": options.least_slice_bytes or LEAST_SLICE_GLOO,
+            "most_slice_bytes": MOST_SLICE_GLOO,
+        }
+        group = _C.ProcessGroupRing.over(
+            backend=gloo,
+            store=store,
+            names=self._names(names),
+            channels=max(options.channels, decision.channels),
+            settings=self._settings(decision, names, None, None, **slices),
+        )
+        return group, decision, None
+
+    def _names(self, processes: list[tuple[str, int]]) -> list[tuple[str, int, int]]:
+        """What messages of the engine call the ranks by: host, pid and global rank; -1 for the last where it says no
+        more than the rank in the group."""
+        ranks = self.exchange.ranks
+        whole = ranks == list(range(self.exchange.size))
+        return [(*process, -1 if whole else rank) for process, rank in zip(processes, ranks, strict=True)]
+
+    def _choices(self, decision: Decision, links: Links | None) -> Choices:
+        return Choices(self.exchange.rank, self.exchange.size, self.options, decision, links)
+
+    def _settings(
+        self,
+        decision: Decision,
+        processes: list[tuple[str, int]],
+        ledger: Ledger | None,
+        links: Links | None,
+        **of_transport: Any,
+    ) -> _C.Settings:
+        """`processes`: host and pid of each rank. `ledger`: where survivors meet; None: in the store."""
+        exchange, options, store = self.exchange, self.options, store_of(self.exchange)
+        survive = f"{exchange.prefix}/survivors", exchange.attempt, exchange.ranks
+        lineage = Lineage(exchange.rank, processes, ledger or store, *survive)
+        number = next(_numbers)
+        survivors = Survivors(number, *(self.family or (lineage, list(range(exchange.size)))))
+        between_gpus = decision.topology if options.topo_file else None  # else it is about cores
+        return _C.Settings(
+            name=self.name,
+            global_ranks=exchange.ranks,
+            timeout=self.seconds,
+            number=number,
+            regroup=functools.partial(_regroup, store, self.name, exchange.rank, exchange.ranks, options, survivors),
+            join_gpus=functools.partial(_join_gpus, exchange.size, options, self.seconds, between_gpus),
+            ask=self._choices(decision, links).ask,
+            slices=options.slices,
+            recorded_calls=options.recorded_calls,
+            dump_when_broken=bool(options.dump_when_broken),
+            print_calls=options.debug > 1,
+            topology=decision.topology.to_json() if decision.topology else "",
+            **of_transport,
+        )
 
 
 def _links(exchange: Exchange, options: Options, meeting: Meeting, decision: Decision) -> Links:
@@ -286,37 +346,7 @@ def _transport(options: Options, meeting: Meeting, decision: Decision, links: Li
         "most_fetch_bytes": options.most_fetch_bytes or decision.most_fetch,
         "stream_bytes": options.stream_bytes,
         "wire_dtype": options.wire_dtype,
-        "links": links,
     }
-
-
-def _make_over_gloo(
-    exchange: Exchange, seconds: float, options: Options, settings: Callable[..., _C.Settings]
-) -> tuple[_C.ProcessGroupRing, Decision, None]:
-    rank, size = exchange.rank, exchange.size
-    names, decided = _call_roll(exchange, agreed(options), functools.partial(decide_over_gloo, exchange.ranks, options))
-    decision = Decision.load(decided)
-    if decision.error:
-        raise TopologyError(decision.error, 0)
-    try:
-        store = PrefixStore(exchange.prefix, store_of(exchange))  # of this attempt alone
-        gloo = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timedelta(seconds=seconds))
-    except RuntimeError as error:
-        raise SystemFailure(f"making the group: Gloo cannot connect its ranks: {error}") from None
-    group = _C.ProcessGroupRing.over(
-        backend=gloo,
-        store=store,
-        names=_names(exchange, names),
-        channels=max(options.channels, decision.channels),
-        settings=settings(
-            decision,
-            names,
-            None,
-            least_slice_bytes=options.least_slice_bytes or LEAST_SLICE_GLOO,
-            most_slice_bytes=MOST_SLICE_GLOO,
-        ),
-    )
-    return group, decision, None
 
 
 def _call_roll(exchange: Exchange, config: Config, decide: Callable[[], str]) -> tuple[list[tuple[str, int]], str]:
@@ -329,53 +359,12 @@ def _call_roll(exchange: Exchange, config: Config, decide: Callable[[], str]) ->
         agree_on_config(exchange, ranks)
         return {"who": [each["who"] for each in ranks], "ids": [each["id"] for each in ranks], "decision": decide()}
 
-    try:
-        exchange.arrive({"who": identity(), "config": config})
-        if exchange.rank == 0:
-            roster = exchange.publish(WHO, exchange.decide(answer, exchange.collect(WHO)))
-        else:
-            roster = exchange.come_to_roster(WHO)
-    except BaseException as error:
-        exchange.give_up(error)
-        raise
+    exchange.arrive({"who": identity(), "config": config})
+    if exchange.rank == 0:
+        roster = exchange.publish(WHO, exchange.decide(answer, exchange.collect(WHO)))
+    else:
+        roster = exchange.come_to_roster(WHO)
     return [(str(host), int(pid)) for host, pid, *_ in roster["who"]], str(roster["decision"])
-
-
-def _settings(
-    exchange: Exchange,
-    name: str,
-    seconds: float,
-    options: Options,
-    family: Family | None,
-    decision: Decision,
-    processes: list[tuple[str, int]],
-    ledger: Ledger | None,
-    links: Links | None = None,
-    **of_transport: Any,
-) -> _C.Settings:
-    """`processes`: host and pid of each rank. `ledger`: where survivors meet; None: in the store."""
-    rank, global_ranks = exchange.rank, exchange.ranks
-    lineage = Lineage(
-        rank, processes, ledger or store_of(exchange), f"{exchange.prefix}/survivors", exchange.attempt, global_ranks
-    )
-    number = next(_numbers)
-    survivors = Survivors(number, *(family or (lineage, list(range(len(global_ranks))))))
-    between_gpus = decision.topology if options.topo_file else None  # else it is about cores
-    return _C.Settings(
-        name=name,
-        global_ranks=global_ranks,
-        timeout=seconds,
-        number=number,
-        regroup=functools.partial(_regroup, store_of(exchange), name, rank, global_ranks, options, survivors),
-        join_gpus=functools.partial(_join_gpus, len(global_ranks), options, seconds, between_gpus),
-        ask=Choices(rank, len(global_ranks), options, decision, links).ask,
-        slices=options.slices,
-        recorded_calls=options.recorded_calls,
-        dump_when_broken=bool(options.dump_when_broken),
-        print_calls=options.debug > 1,
-        topology=decision.topology.to_json() if decision.topology else "",
-        **of_transport,
-    )
 
 
 def _join_gpus(
@@ -408,15 +397,14 @@ def _regroup(
 ) -> _C.ProcessGroupRing:
     """Makes the group of some ranks of `group`, given by their ranks in it. Called by `split` and `shrink` in C++."""
     part = f"{why}/{'_'.join(map(str, ranks))}"  # the same ranks may meet there again and again
-    members = [global_ranks[r] for r in ranks]
+    members, seconds = [global_ranks[r] for r in ranks], seconds_of(timeout)
 
     def make(there: Store, family: Family | None = None) -> _C.ProcessGroupRing:
-        with _exchange(there, ranks.index(rank), members, timeout, (survivors, ranks)) as exchange:
-            return _make(exchange, f"{name}/{part}", timeout, options, family)
+        with _exchange(there, ranks.index(rank), members, seconds, (group, ranks)) as exchange:
+            return GroupSpec(exchange, f"{name}/{part}", seconds, options, family).make()
 
     if why == "split":
-        with known_ends(group, ranks):
-            return make(PrefixStore(part, store))
+        return make(PrefixStore(part, store))
     family = (survivors.lineage, [survivors.first_ranks[r] for r in ranks])
     with shrinking(group, survivors, ranks, timeout.total_seconds()) as there:
         smaller = make(there, family)

@@ -131,23 +131,22 @@ def meet(
     memory: OpenMemory | None = None,
     location: Location = Location(),
     arena: int = -1,
-    prepared: PreparedEndpoint | None = None,
 ) -> Meeting:
     """Joins this rank with the others of its group; returns when all of its host are there, and all others known.
 
     `config` must be equal on all ranks. `decide` is called on rank 0 alone, when all are known, with the cores that
     each rank may use, whether rank 0 can access all ranks' memory, and the ranks and the label of each host; what it
     says is told to all, and by it `segment_bytes` says how much memory to share. `memory` is this rank's, if others
-    may read it. `arena` is the descriptor of its process's arena, which stays the caller's; -1: none. `prepared`: this
-    rank's endpoint, where `exchange` has those of all ranks; then `decide` is called on the first rank of each host.
-    Raises `CollectiveTimeout` naming the ranks that did not come in time, `InvalidArgument` if configurations
-    differ or `location` cannot be, `TopologyError` if all have to be on one host and are not, `CollectiveMismatch` if
-    another rank makes a group of other ranks, `PeerLost` if another rank has raised one of these for itself, or has
-    died.
+    may read it. `arena` is the descriptor of its process's arena, which stays the caller's; -1: none. Where `exchange`
+    has the endpoints of all ranks beforehand, `decide` is called on the first rank of each host.
+
+    Raises `CollectiveTimeout` naming the ranks that did not come in time, `InvalidArgument` if configurations differ or
+    `location` cannot be, `TopologyError` if all have to be on one host and are not, `CollectiveMismatch` if another
+    rank makes a group of other ranks, `PeerLost` if another rank has raised one of these for itself, or has died.
     """
     rank, size = exchange.rank, exchange.size
     try:
-        with contextlib.closing(prepared or PreparedEndpoint(location, config, memory)) as ready:
+        with contextlib.closing(exchange.before.prepared or PreparedEndpoint(location, config, memory)) as ready:
             me = _Announced(exchange, ready)
             exchange.arrive(ready.endpoint)
             roster, leader = _find(me, location, decide)

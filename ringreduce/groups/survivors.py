@@ -26,7 +26,6 @@ from ringreduce.common.ranks import call_ranks
 from ringreduce.coordination.ledger import Ledger
 from ringreduce.coordination.torch_store import KeyStore
 from ringreduce.errors import CollectiveTimeout, PeerLost
-from ringreduce.groups.exchange import known_beforehand
 from ringreduce.groups.lookup import found_in
 
 if TYPE_CHECKING:
@@ -172,7 +171,7 @@ def shrinking(group: ProcessGroupRing, survivors: Survivors, wanted: list[int], 
         _raise_if_lists_differ(survivors, view)
         if all(json.loads(member.address) is not None for member in view.members):
             break  # else some ranks have only called `agree`, and shrink the group in a later round
-    with known_ends(group, wanted), _culprit_before(wanted):
+    with _culprit_before(wanted):
         yield survivors.lineage.store_for(view.epoch)
 
 
@@ -208,11 +207,6 @@ def _culprit_before(wanted: list[int]) -> Iterator[None]:
         if error.culprit >= 0:
             error.culprit = wanted[error.culprit]
         raise
-
-
-def known_ends(group: ProcessGroupRing, wanted: list[int]) -> contextlib.AbstractContextManager[None]:
-    """Lets whoever makes a group of the ranks `wanted` of `group` notice the ends that `group` knows of."""
-    return known_beforehand(ended=lambda: [wanted.index(rank) for rank in group.ended() if rank in wanted])
 
 
 def use_instead(store: KeyStore, group: ProcessGroupRing) -> None:

@@ -35,7 +35,7 @@ from ringreduce.errors import (
     TopologyError,
 )
 from ringreduce.groups import exchange as exchange_module
-from ringreduce.groups.exchange import Beforehand, Exchange
+from ringreduce.groups.exchange import NOTHING, Beforehand, Exchange
 from ringreduce.groups.meet import Meeting, meet
 from ringreduce.network.listener import Peer
 from ringreduce.network.local import receive
@@ -57,11 +57,8 @@ def meet_all(locations: list[Location], store: Any = None, timeout: float = 30.0
             given = {"config": {}, "segment_bytes": lambda decision: PAGE * len(decision)} | other
             of_rank = ("config", "arena", "prepared")
             given = {key: value(rank) if key in of_rank and callable(value) else value for key, value in given.items()}
-            endpoints = given["prepared"].endpoints if given.get("prepared") else ()
-            given["prepared"] = given["prepared"].prepared if given.get("prepared") else None
-            return meet(
-                Exchange(store, rank, size, timeout, endpoints), decide=decide, location=locations[rank], **given
-            )
+            exchange = Exchange(store, rank, size, timeout, before=given.pop("prepared", None) or NOTHING)
+            return meet(exchange, decide=decide, location=locations[rank], **given)
         except RingReduceError as error:
             return error
 
