@@ -120,8 +120,13 @@ class Member:
         backend: str = "ringreduce",
         timeout: float = GROUP_TIMEOUT,
         options: Any = None,
+        call_timeout: float | None = None,
     ) -> Iterator[None]:
-        """The default group is this one: `members`, or all. Groups of other names know nothing of each other."""
+        """The default group is this one: `members`, or all. Groups of other names know nothing of each other.
+
+        `timeout`: for making it, which a process that starts late would exceed if it were short, and for calls.
+        `call_timeout`: for calls, if it is another one.
+        """
         members = list(range(self.size)) if members is None else members
         dist.init_process_group(
             backend,
@@ -131,6 +136,8 @@ class Member:
             timeout=timedelta(seconds=timeout),
             pg_options=options,
         )
+        if call_timeout and dist.group.WORLD:
+            dist.group.WORLD.set_timeout(timedelta(seconds=call_timeout))
         try:
             yield
         finally:

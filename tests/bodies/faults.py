@@ -98,8 +98,7 @@ def recv_from_nobody(me: Rank) -> None:
 
 
 def stop_in_the_middle(me: Rank, stops: int, shared: bool) -> None:
-    me.meet("all are here")  # the timeout is short, and processes start as they can
-    with me.join(timeout=1.5):
+    with me.join(call_timeout=1.5):
         whole = (ringreduce.empty if shared else torch.empty)(2 * MB16).fill_(me.rank)
         tensor = whole[5:-5]
         dist.barrier()
@@ -120,8 +119,7 @@ def stop_in_the_middle(me: Rank, stops: int, shared: bool) -> None:
 
 
 def gather_late(me: Rank, shared: bool) -> None:
-    me.meet("all are here")  # the timeout is short, and processes start as they can
-    with me.join(timeout=1.5):
+    with me.join(call_timeout=1.5):
         mine = torch.full((MB16 // 8,), 1.0)  # from which rank 0 lends, or else
         gathered = (ringreduce.empty if shared else torch.empty)(me.size * mine.numel()).fill_(0.0)
         dist.barrier()

@@ -199,8 +199,7 @@ def wait_for_a_message(me: Rank, transport: str, sends: bool) -> tuple[str, str]
     if transport != "memory":
         os.environ["RINGREDUCE_TRANSPORT"] = transport
     x, other = torch.ones(16 << 20), 1 - me.rank
-    me.meet("all are here")  # the timeout is short, and processes start as they can
-    with me.join(timeout=2.0):
+    with me.join(call_timeout=2.0):
         with pytest.raises((CollectiveTimeout, PeerLost)) as raised:  # PeerLost: the other has closed its connections
             dist.send(x, other) if sends else dist.recv(x, other)
         return type(raised.value).__name__, str(raised.value)

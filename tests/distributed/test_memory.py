@@ -129,8 +129,7 @@ def test_a_late_rank_of_a_failed_group_changes_nothing_in_the_next() -> None:
 
 
 def stopped_in_one_group(me: Rank) -> None:
-    me.meet("all are here")  # the timeout is short, and processes start as they can
-    with me.join(timeout=1.5):
+    with me.join(call_timeout=1.5):
         tensor = ringreduce.empty(8 * MB).fill_(me.rank)
         dist.barrier()
         if me.rank == 1:

@@ -163,8 +163,7 @@ def test_a_timeout_leaves_a_record_that_names_the_culprit(tmp_path: Path) -> Non
 
 def timing_out(me: Rank, folder: str) -> None:
     os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{folder}/rank"
-    me.meet("all are here")  # the timeout is short, and processes start as they can
-    with me.join(timeout=1):
+    with me.join(call_timeout=1):
         dist.all_reduce(torch.ones(3))
         if me.rank < 2:
             with pytest.raises(CollectiveTimeout):
@@ -210,8 +209,7 @@ def test_errors_speak_of_the_call_that_was_made() -> None:
 
 
 def calls_of_several_parts(me: Rank) -> None:
-    me.meet("all are here")  # the timeout is short, and processes start as they can
-    with me.join(timeout=1):
+    with me.join(call_timeout=1):
         dist.all_to_all_single(torch.empty(4), torch.ones(4))
         dist.all_reduce(torch.eye(3).to_sparse())
         if me.rank == 0:

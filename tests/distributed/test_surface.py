@@ -212,8 +212,7 @@ def test_a_work_that_fails_says_so_to_whoever_asks() -> None:
 
 
 def failing_works(me: Rank) -> None:
-    me.meet("all are here")  # the timeout is short, and processes start as they can
-    with me.join(timeout=1):
+    with me.join(call_timeout=1):
         work = dist.all_reduce(torch.ones(1), async_op=True) if me.rank == 0 else None
         me.meet("posted")
         if work is not None:
@@ -231,8 +230,7 @@ def test_error_of_a_group() -> None:
 
 
 def group_errors(me: Rank) -> None:
-    me.meet("all are here")  # the timeout is short, and processes start as they can
-    with me.join(timeout=1):
+    with me.join(call_timeout=1):
         group = backend()
         assert group.get_error() == ErrorType.SUCCESS
         if me.rank == 0:

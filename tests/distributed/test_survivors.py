@@ -208,8 +208,7 @@ def test_errors_of_shrinking_name_ranks_of_the_old_group(ends: bool) -> None:
 
 
 def come_back(me: Rank) -> str:
-    me.meet("all are here")  # the timeout is short, and processes start as they can
-    with me.join(timeout=2.0):
+    with me.join(call_timeout=2.0):
         dist.barrier()
         me.report("in the loop")
         fails(2)

@@ -1,4 +1,7 @@
-"""Servers with backups: what a worker sees when one of them is killed, at any step of it."""
+"""Servers with backups, on one host or on several: what a worker sees when one of them is killed, at any step of it.
+
+test_far_backups.py has what is different where backups are reached by TCP.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +38,16 @@ from ringreduce.errors import (
     SystemFailure,
     TopologyError,
 )
+from ringreduce.parameter_server.client import failover
 
 SERVERS, WORKERS = 3, 2
 PUSHES = 40
+PLACES = {"one host": (0, 0, 0, 0, 0), "apart": (0, 1, 2, 3, 4), "beside": (0, 0, 1, 0, 1)}
+"""By server, then by worker: its host. In the last, servers 0 and 1 have their backups in server 2's process, and each
+worker is on a host with servers."""
+DEATHS = {"one host": ("taken", "journalled", "updated", "carried out", "answered")}
+DEATHS |= dict.fromkeys(("apart", "beside"), ("taken", "journalled", "carried out", "answered"))
+"""By place: at which steps a server is killed."""
 
 
 def serve(me: Rank, *dooms: tuple[int, str, str, int]) -> list[str]:
@@ -86,17 +96,20 @@ def train(me: Rank, kind: Any, arguments: dict[str, Any], *dooms: Any) -> list[A
     return kept
 
 
+SGD, ADAMW = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), (torch.optim.AdamW, {"lr": 0.01})
+
+
 @pytest.mark.parametrize(
-    ("kind", "arguments"),
+    ("place", "optimizer", "step"),
     [
-        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-        (torch.optim.AdamW, {"lr": 0.01}),
+        (place, optimizer, step)
+        for place, optimizer in (("one host", SGD), ("one host", ADAMW), ("beside", ADAMW))
+        for step in DEATHS[place]
     ],
 )
-@pytest.mark.parametrize("step", ("taken", "journalled", "updated", "carried out", "answered"))
-def test_training_has_the_same_bits_when_a_server_is_killed(kind: Any, arguments: dict[str, Any], step: str) -> None:
-    wanted = alone(kind, arguments, WORKERS, steps=STEPS)
-    with Ranks(train, SERVERS + WORKERS, kind, arguments, (1, "server", step, 15)) as ranks:
+def test_training_has_the_same_bits_when_a_server_is_killed(place: str, optimizer: Any, step: str) -> None:
+    wanted, doom = alone(*optimizer, WORKERS, steps=STEPS), (1, "server", step, 15)
+    with Ranks(placed, SERVERS + WORKERS, PLACES[place], train, *optimizer, doom) as ranks:
         results = ranks.results(but=(1,))
         assert was_killed(ranks, 1)
     for kept in results[SERVERS - 1 :]:
@@ -143,10 +156,11 @@ def tell_history(me: Rank, mode: ps.Mode, *dooms: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.mode)
-@pytest.mark.parametrize("step", ("taken", "journalled", "updated", "carried out", "answered"))
-def test_no_push_is_lost_or_applied_twice_at_any_step_of_a_servers_death(mode: ps.Mode, step: str) -> None:
+@pytest.mark.parametrize(("place", "step"), [(place, step) for place, steps in DEATHS.items() for step in steps])
+def test_no_push_is_lost_or_applied_twice_at_any_step_of_a_servers_death(place: str, mode: ps.Mode, step: str) -> None:
     times = random.randrange(5, PUSHES)
-    with Ranks(tell_history, SERVERS + WORKERS, mode, (0, "server", step, times)) as ranks:
+    doom = (0, "server", step, times)
+    with Ranks(placed, SERVERS + WORKERS, PLACES[place], tell_history, mode, doom) as ranks:
         _, *others = ranks.results(but=(0,))
         assert was_killed(ranks, 0)
     for final in others[1:]:
@@ -200,8 +214,9 @@ def test_a_stopped_backup_is_named_and_waited_for() -> None:
         assert ranks.results(but=(0,))[-1] == [1.0] * 3
 
 
-def test_nothing_is_logged_when_all_leave() -> None:
-    logged = run(tell_history, SERVERS + WORKERS, ps.asynchronous())[:SERVERS]
+@pytest.mark.parametrize("place", ["one host", "apart"])
+def test_nothing_is_logged_when_all_leave(place: str) -> None:
+    logged = run(placed, SERVERS + WORKERS, PLACES[place], tell_history, ps.asynchronous())[:SERVERS]
     assert logged == [[]] * SERVERS
 
 
@@ -233,20 +248,16 @@ def ranks_that_are_both(me: Rank, mode: ps.Mode) -> list[list[float]] | None:
         return finals
 
 
-def check_that_others_go_on(mode: ps.Mode, *program: Any) -> None:
-    """Of three ranks that run `program`, which is or calls `ranks_that_are_both`, rank 1 is killed at some moment."""
-    with Ranks(program[0], 3, *program[1:], mode) as ranks:
+@pytest.mark.parametrize("place", ["one host", "apart"])
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.mode)
+def test_the_others_go_on_when_a_rank_is_killed_that_is_worker_and_server(mode: ps.Mode, place: str) -> None:
+    with Ranks(placed, 3, PLACES[place], ranks_that_are_both, mode) as ranks:
         ranks.reports()
         time.sleep(random.uniform(0.0, 0.02))
         ranks.signal(1, signal.SIGKILL)
         first, second = ranks.results(but=(1,))
     assert first == second and first[0] == first[2] == [1.0] * PUSHES
     assert first[1] == sorted(first[1], reverse=True) or mode.mode == "sync"
-
-
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.mode)
-def test_the_others_go_on_when_a_rank_is_killed_that_is_worker_and_server(mode: ps.Mode) -> None:
-    check_that_others_go_on(mode, ranks_that_are_both)
 
 
 def server_and_backup() -> list[Any]:
@@ -683,9 +694,13 @@ def kill(me: Rank, dooms: tuple[int, ...], servers: int) -> None:
     me.store.set("all killed", "")
 
 
-def through_many_kills(me: Rank, kind: Any, arguments: dict[str, Any], dooms: tuple[int, ...]) -> Any:
+def through_many_kills(
+    me: Rank, kind: Any, arguments: dict[str, Any], dooms: tuple[int, ...], looks_every: float
+) -> Any:
     """KILLS + 2 servers, of which KILLS are killed one after the other. While they are, all workers train and push a
-    history; afterwards there is a new key, and a worker that joins."""
+    history; afterwards there is a new key, and a worker that joins. Between hosts, workers look for backups now and
+    then."""
+    failover._LOOK = looks_every
     servers = me.size - WORKERS
     me.store.set(f"pid {me.rank}", str(os.getpid()))
     if me.rank < servers:
@@ -728,12 +743,19 @@ def through_many_kills(me: Rank, kind: Any, arguments: dict[str, Any], dooms: tu
 
 
 @pytest.mark.parametrize(
-    ("kind", "arguments"), [(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), (torch.optim.AdamW, {"lr": 0.01})]
+    ("hosts", "looks_every", "optimizer"),
+    [(1, 0.0, SGD), (1, 0.0, ADAMW), (3, 0.1, ADAMW), (3, 1.5, ADAMW)],
+    ids=["one host, SGD", "one host, AdamW", "workers come to backups at once", "workers come late to backups"],
 )
-def test_servers_get_new_backups_and_may_be_killed_one_after_the_other(kind: Any, arguments: dict[str, Any]) -> None:
-    wanted = alone(kind, arguments, WORKERS, steps=STEPS)
-    dooms = tuple(random.sample(range(KILLS + 2), KILLS))
-    with Ranks(through_many_kills, KILLS + 2 + WORKERS, kind, arguments, dooms) as ranks:
+def test_servers_get_new_backups_and_may_be_killed_one_after_the_other(
+    hosts: int, looks_every: float, optimizer: Any
+) -> None:
+    """Also before workers have heard of the backups."""
+    wanted, servers = alone(*optimizer, WORKERS, steps=STEPS), KILLS + 2
+    dooms = tuple(random.sample(range(servers), KILLS))
+    places = (*(i % hosts for i in range(servers)), 0, 0 if hosts == 1 else hosts)
+    body = (through_many_kills, *optimizer, dooms, looks_every)
+    with Ranks(placed, servers + WORKERS, places, *body) as ranks:
         results = ranks.results(but=dooms)
         assert all(was_killed(ranks, rank) for rank in dooms)
     for kept in [each for each in results if each]:
@@ -771,12 +793,13 @@ def everything(me: Rank, path: str, *dooms: Any) -> Any:
         return at
 
 
-def test_a_backup_has_all_that_its_server_had(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["one host", "beside"])
+def test_a_backup_has_all_that_its_server_had(place: str, tmp_path: Path) -> None:
     *_, wanted, other = run(everything, SERVERS + WORKERS, str(tmp_path / "whole"))
     saved.same(wanted, other)
     times = random.randrange(1, 40)
-    path = str(tmp_path / "after")
-    with Ranks(everything, SERVERS + WORKERS, path, (1, "server", "carried out", times)) as ranks:
+    path, doom = str(tmp_path / "after"), (1, "server", "carried out", times)
+    with Ranks(placed, SERVERS + WORKERS, PLACES[place], everything, path, doom) as ranks:
         *_, found, other = ranks.results(but=(1,))
         assert was_killed(ranks, 1), f"killed at the {times}th"
     saved.same(found, wanted)

@@ -1,5 +1,7 @@
-"""Backups that are reached by TCP, of servers that RINGREDUCE_HOST_ID tells to be on several hosts; test_backups.py has
-those of one host, and tests/net real networks."""
+"""What is different where backups are reached by TCP; servers are told to be on several hosts by RINGREDUCE_HOST_ID.
+
+test_backups.py has what is the same on one host, and tests/net real networks.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import test_backups as near
-import test_snapshots as saved
 import torch
 import torch.distributed as dist
 from distributed import harness
 from distributed.harness import Rank, Ranks, run
-from test_backups import MODES, PUSHES, SERVERS, WORKERS, was_killed
+from test_backups import MODES, PLACES, PUSHES, SERVERS, WORKERS, was_killed
 from test_several_hosts import APART, placed
 from test_workers_and_servers import SMALL
 
@@ -29,30 +29,7 @@ import ringreduce.parameter_server as ps
 from ringreduce import _C
 from ringreduce.coordination.process import own_pidfd
 from ringreduce.errors import InvalidArgument, RingReduceError, TopologyError
-from ringreduce.parameter_server.client import failover
 from ringreduce.parameter_server.placement import backup_of
-
-APART5 = (0, 1, 2, 3, 4)
-PLACES = {
-    "apart": APART5,
-    "beside": (0, 0, 1, 0, 1),
-}
-"""By server, then by worker: its host. In the second, servers 0 and 1 have their backups in server 2's process, and
-each worker is on a host with servers."""
-STEPS = ("taken", "journalled", "carried out", "answered")
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.mode)
-@pytest.mark.parametrize("step", STEPS)
-def test_no_push_is_lost_or_applied_twice_at_any_step_of_a_servers_death(place: str, mode: ps.Mode, step: str) -> None:
-    times = random.randrange(5, PUSHES)
-    hosts = PLACES[place]
-    with Ranks(placed, SERVERS + WORKERS, hosts, near.tell_history, mode, (0, "server", step, times)) as ranks:
-        _, *others = ranks.results(but=(0,))
-        assert was_killed(ranks, 0)
-    for final in others[1:]:
-        assert final == [[1.0] * PUSHES] * WORKERS, f"killed at the {times}th"
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.mode)
@@ -74,49 +51,12 @@ def listening(me: Rank, function: Callable[..., Any], *args: Any) -> Any:
 def test_a_killed_server_and_a_killed_backup_are_logged_by_those_that_go_on() -> None:
     times = random.randrange(1, PUSHES)
     doom = (1, "backup", "carried out", times)
-    with Ranks(placed, SERVERS + WORKERS, APART5, near.tell_history_when_it_is_logged, doom) as ranks:
+    with Ranks(placed, SERVERS + WORKERS, PLACES["apart"], near.tell_history_when_it_is_logged, doom) as ranks:
         of_0, of_2, *finals = ranks.results(but=(1,))
         assert was_killed(ranks, 1)
     assert finals == [[[1.0] * PUSHES] * WORKERS] * WORKERS, f"killed at the {times}th"
     assert of_0 == ["the backup of server 0 has ended or cannot be reached: it goes on, and gets another"]
     assert len(of_2) == 1 and of_2[0].startswith("server 1 has ended or cannot be reached: its backup, in this process")
-
-
-def test_nothing_is_logged_when_all_leave() -> None:
-    logged = run(placed, SERVERS + WORKERS, APART5, near.tell_history, ps.asynchronous())[:SERVERS]
-    assert logged == [[]] * SERVERS
-
-
-@pytest.mark.parametrize("step", STEPS)
-def test_training_has_the_same_bits_when_a_server_is_killed(step: str) -> None:
-    kind, arguments = torch.optim.AdamW, {"lr": 0.01}
-    wanted = near.alone(kind, arguments, WORKERS, steps=near.STEPS)
-    doom = (1, "server", step, 15)
-    with Ranks(placed, SERVERS + WORKERS, PLACES["beside"], near.train, kind, arguments, doom) as ranks:
-        results = ranks.results(but=(1,))
-        assert was_killed(ranks, 1)
-    for kept in results[SERVERS - 1 :]:
-        for i, (value, expected) in enumerate(zip(kept, wanted, strict=True)):
-            assert value.tobytes() == expected.tobytes(), f"step {i}"
-
-
-def test_a_backup_has_all_that_its_server_had(tmp_path: Path) -> None:
-    """Tables and optimizer states too, and workers, keys and snapshots that come later."""
-    *_, wanted, other = run(near.everything, SERVERS + WORKERS, str(tmp_path / "whole"))
-    saved.same(wanted, other)
-    times = random.randrange(1, 40)
-    doom = (1, "server", "carried out", times)
-    path = str(tmp_path / "after")
-    with Ranks(placed, SERVERS + WORKERS, PLACES["beside"], near.everything, path, doom) as ranks:
-        *_, found, other = ranks.results(but=(1,))
-        assert was_killed(ranks, 1), f"killed at the {times}th"
-    saved.same(found, wanted)
-    saved.same(other, wanted)
-
-
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.mode)
-def test_the_others_go_on_when_a_rank_is_killed_that_is_worker_and_server(mode: ps.Mode) -> None:
-    near.check_that_others_go_on(mode, placed, APART, near.ranks_that_are_both)
 
 
 class KillsBeforeIt:
@@ -157,27 +97,6 @@ def reads_too_late(me: Rank) -> Any:
 def test_a_pull_whose_server_ends_before_it_is_read_has_the_backups_value() -> None:
     with Ranks(placed, SERVERS + 1, (0, 0, 1, 0), reads_too_late) as ranks:
         assert ranks.results(but=(0,))[-1] == [1.0, 1.0]
-
-
-def killed_in_a_row(me: Rank, looks_every: float, *args: Any) -> Any:
-    failover._LOOK = looks_every
-    return near.through_many_kills(me, *args)
-
-
-@pytest.mark.parametrize("looks_every", [0.1, 1.5], ids=["workers come to backups at once", "workers come late"])
-def test_servers_get_new_backups_and_may_be_killed_one_after_the_other(looks_every: float) -> None:
-    """Also before workers have heard of the backups."""
-    kind, arguments, servers = torch.optim.AdamW, {"lr": 0.01}, near.KILLS + 2
-    wanted = near.alone(kind, arguments, WORKERS, steps=near.STEPS)
-    dooms = tuple(random.sample(range(servers), near.KILLS))
-    hosts = (*(i % 3 for i in range(servers)), 0, 3)
-    body = (killed_in_a_row, looks_every, kind, arguments, dooms)
-    with Ranks(placed, servers + WORKERS, hosts, *body) as ranks:
-        results = ranks.results(but=dooms)
-        assert all(was_killed(ranks, rank) for rank in dooms)
-    for kept in [each for each in results if each]:
-        for i, (value, expected) in enumerate(zip(kept, wanted, strict=True)):
-            assert value.tobytes() == expected.tobytes(), f"step {i}, {dooms} were killed"
 
 
 def comes_and_leaves(me: Rank) -> Any:
@@ -284,7 +203,7 @@ def pushes_meanwhile(me: Rank, doomed: int) -> bool:
     [(0, "leaves"), (1, "inherits"), (1, "gives"), (1, "taking over"), (1, "serving"), (-1, "never")],
 )
 def test_nothing_is_lost_when_a_process_is_killed_while_a_server_leaves(doomed: int, step: str) -> None:
-    with Ranks(placed, SERVERS + WORKERS, APART5, leaves_and_somebody_dies, doomed, step) as ranks:
+    with Ranks(placed, SERVERS + WORKERS, PLACES["apart"], leaves_and_somebody_dies, doomed, step) as ranks:
         assert doomed < 0 or was_killed(ranks, doomed)
         dist.PrefixStore(ranks.prefix, harness._store()).set("killed", "")
         *_, first, second = ranks.results(but=(doomed,))
