@@ -16,7 +16,7 @@ PY := $(VENV)/bin/python
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 export MAX_JOBS ?= $(JOBS)
 
-.PHONY: help build demo test test-rest test-all conformance ecosystem lint compilers format stress cuda gpu gpu-bundle soak \
+.PHONY: help build demo test test-rest test-all conformance ecosystem lint docs compilers format stress cuda gpu gpu-bundle soak \
   soak-elastic clean distclean
 
 help:
@@ -28,6 +28,8 @@ help:
 	@echo '               RUNS="ringreduce:3 gloo:3": only these'
 	@echo 'make ecosystem Lightning Fabric, Accelerate, Ray Train and torchft on this backend; downloads them to .venv-ecosystem'
 	@echo 'make lint      ruff, mypy --strict, which module may import which, clang-format'
+	@echo 'make docs      the pages of docs/ and the API reference as a site, build/docs/index.html; warnings are errors;'
+	@echo '               CHECK_LINKS=1: also asks the hosts of links to other sites'
 	@echo 'make compilers csrc without torch through every g++-N and clang++-N on PATH, for their warnings'
 	@echo 'make stress    the engine without torch, under ThreadSanitizer and AddressSanitizer/UBSan'
 	@echo 'make cuda      compile the GPU kernels, check their registers and loads; WRITE=1: write the table anew'
@@ -55,6 +57,7 @@ help:
 RUN_TOOLS := 'setuptools>=77:setuptools' ninja numpy rich scipy matplotlib scikit-learn:sklearn
 TEST_TOOLS := pytest pytest-timeout:pytest_timeout pytest-xdist:xdist hypothesis psutil expecttest \
   mypy networkx import-linter:importlinter 'ruff==0.17:ruff' 'clang-format==23:clang_format'
+DOCS_TOOLS := 'sphinx>=8:sphinx' furo 'myst-parser>=4:myst_parser'
 CUDA_TOOLS := nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm nvidia-cuda-nvrtc-cu12 nvidia-cuda-nvrtc
 
 # Is this Python's torch usable? Prints its version, or on stderr why not.
@@ -143,6 +146,11 @@ $(VENV)/.installed: pyproject.toml setup.py | $(VENV)/.built
 $(VENV)/.test-tools: Makefile $(VENV)/.torch
 	@echo "[+] tools for tests and lint"
 	@$(call install_missing,$(TEST_TOOLS))
+	@touch $@
+
+$(VENV)/.docs-tools: Makefile $(VENV)/.torch
+	@echo "[+] tools for the site"
+	@$(call install_missing,$(DOCS_TOOLS))
 	@touch $@
 
 build: $(VENV)/.built $(VENV)/.installed
@@ -236,6 +244,15 @@ lint: $(VENV)/.test-tools
 	$(PY) -m mypy
 	@echo lint-imports; $(LINT_IMPORTS)
 	@echo clang-format --dry-run; $(CLANG_FORMAT) --dry-run -Werror $(CPP)
+
+# All pages anew each time (-E): Sphinx would not repeat the warnings of pages that it has read before. It needs no
+# compiled module.
+SPHINX := $(PY) -m sphinx -E -q -W --keep-going
+
+docs: $(VENV)/.docs-tools
+	$(SPHINX) -b html docs build/docs
+	$(if $(CHECK_LINKS),$(SPHINX) -b linkcheck docs build/docs-links)
+	@echo build/docs/index.html
 
 format: $(VENV)/.test-tools
 	$(PY) -m ruff check --fix-only .

@@ -1,0 +1,176 @@
+"""How Sphinx makes the site from these pages: `make docs`. The pages are Markdown, and can be read without it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+from docutils import nodes
+from docutils.statemachine import StringList
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+
+
+class Compiled(ModuleType):
+    """In place of the compiled module, so that the site needs no compiler."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return mock.MagicMock(name=f"ringreduce._C.{name}")
+
+
+sys.modules["ringreduce._C"] = Compiled("ringreduce._C")
+
+import ringreduce  # noqa: E402
+from ringreduce import cli, config  # noqa: E402
+
+ringreduce._C = sys.modules["ringreduce._C"]
+
+project = "ringreduce"
+copyright = "the ringreduce contributors"
+version = release = ringreduce.__version__
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+html_theme = "furo"
+html_title = f"ringreduce {release}"
+html_show_sourcelink = False
+suppress_warnings = ["epub.unknown_project_files"]
+exclude_patterns: list[str] = []
+
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 4
+linkcheck_timeout = 10
+
+default_role = "code"
+add_module_names = False
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+autodoc_type_aliases = {name: name for name in ("Array", "ReduceOp", "Group", "Rank", "Work")}
+python_maximum_signature_line_length = 100
+python_use_unqualified_type_names = True
+
+
+def as_rst(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+    """Docstrings are written to be read as they are: indented lines are code, "`name`: ..." explains an argument."""
+    made: list[str] = []
+    inside = ""  # of what: "code", "argument" or neither
+    for said in lines:
+        argument = re.match(r"`\w+`(, `\w+`)*: ", said)
+        if not said.startswith(" ") and said:
+            inside = "argument" if argument else ""
+        elif said.startswith("    ") and inside != "argument":
+            if inside != "code" and not made[-1].strip():
+                made += ["::", ""]
+            inside = "code"
+        line = re.sub(r"docs/(\w+)\.md", r":doc:`/\1`", said)  # which must be there
+        if argument:
+            line = "- " + line
+        elif inside == "argument" and line:
+            line = "  " + line.strip()
+        begins, ends = argument, not argument and inside == "" and line
+        if made and (
+            (begins and not made[-1].startswith(("- ", "  "))) or (ends and made[-1].startswith(("- `", "  ")))
+        ):
+            made.append("")
+        made.append(line)
+    lines[:] = made
+
+
+def short_names(
+    app: Sphinx, what: str, name: str, value: Any, options: Any, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None]:
+    """Aliases of types as they are called in the code."""
+
+    def short(text: str | None) -> str | None:
+        return text and re.sub(r"TypeAliasForwardRef\('(\w+)'\)", r"\1", text)
+
+    return short(signature), short(returns)
+
+
+class Generated(SphinxDirective):
+    """What a page has from the code."""
+
+    def markdown(self, lines: Iterable[str]) -> list[nodes.Node]:
+        where = nodes.section()
+        where.document = self.state.document
+        self.state.nested_parse(StringList(list(lines), source="generated"), 0, where)
+        return where.children
+
+
+def cell(text: str) -> str:
+    """Text of the code as a cell: quoted words as code, pages as links."""
+    text = re.sub(r"(?<!\w)'([^']*)'(?!\w)", r"`\1`", text.replace("|", r"\|"))
+    return re.sub(r"docs/(\w+)\.md", r"[\1](../\1.md)", text)
+
+
+class OptionsTable(Generated):
+    """Every field of `ringreduce.Options`, with its variable."""
+
+    def run(self) -> list[nodes.Node]:
+        rows = ["| option, variable | default | values | what it is |", "|---|---|---|---|"]
+        for knob in fields(config.Options):
+            default, allowed = knob.metadata["default"], knob.metadata["allowed"]
+            of_bytes = knob.name.endswith("_bytes")
+            if allowed is None:
+                values = "text"
+            elif isinstance(allowed[0], str):
+                values = ", ".join(f"`{word}`" for word in allowed)
+            else:
+                values = " to ".join(size(number) if of_bytes else f"{number:,}" for number in allowed)
+            shown = "" if default == "" else f"`{size(default) if of_bytes else default}`"
+            variable = config.PREFIX + knob.name.upper()
+            rows.append(f"| `{knob.name}` `{variable}` | {shown} | {values} | {cell(knob.metadata['help'])} |")
+        return self.markdown(rows)
+
+
+def size(count: int) -> str:
+    for unit in "PTGMK":
+        power = 1024 ** (" KMGTP".index(unit))
+        if count >= power and count % power == 0:
+            return f"{count // power}{unit}"
+    return str(count)
+
+
+class OtherVariables(Generated):
+    """The environment variables that belong to no option."""
+
+    def run(self) -> list[nodes.Node]:
+        rows = [f"| `{name}` | {cell(help)} |" for name, help in config.OTHER_VARIABLES.items()]
+        return self.markdown(["| variable | what it is |", "|---|---|", *rows])
+
+
+class CommandLine(Generated):
+    """The help of every command, from its parser."""
+
+    def run(self) -> list[nodes.Node]:
+        os.environ["COLUMNS"] = "100"
+        os.environ["NO_COLOR"] = "1"
+        commands = argparse.ArgumentParser(prog="ringreduce").add_subparsers(parser_class=cli.Parser)
+        lines: list[str] = []
+        for name, summary in cli.COMMANDS.items():
+            import_module(f"ringreduce.cli.{name}").add(commands, summary)
+            help = commands.choices[name].format_help()
+            lines += [f"({name})=", f"**ringreduce {name}**: {summary}", "", "```text", *help.splitlines(), "```", ""]
+        return self.markdown(lines)
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("autodoc-process-docstring", as_rst)
+    app.connect("autodoc-process-signature", short_names)
+    app.add_directive("options-table", OptionsTable)
+    app.add_directive("other-variables", OtherVariables)
+    app.add_directive("command-line", CommandLine)
