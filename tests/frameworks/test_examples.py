@@ -21,23 +21,24 @@ def test_example(name: str) -> None:
     assert re.search(rf"a single process's {TINY}", torchrun(f"examples/{name}.py"))
 
 
-def program_of_readme(section: str, folder: Path) -> Path:
-    block = re.search(rf"## {section}\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def program_of(page: str, folder: Path) -> Path:
+    """The first one on a page, with fewer steps."""
+    block = re.search(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert block
     program = folder / "program.py"
     program.write_text(block[1].replace("10_000", "200"))
     return program
 
 
-def test_the_first_program_of_the_readme(tmp_path: Path) -> None:
+def test_the_first_program(tmp_path: Path) -> None:
     """Both ranks print both sums, and the group ends without a warning."""
-    output = torchrun(str(program_of_readme("In 30 seconds", tmp_path)))
+    output = torchrun(str(program_of("docs/first.md", tmp_path)))
     assert [output.count(f"tensor([{value}., {value}., {value}., {value}.])") for value in (3, 6)] == [2, 2]
     assert "destroy_process_group" not in output
 
 
-def test_the_surviving_program_of_the_readme(tmp_path: Path) -> None:
-    program = str(program_of_readme("A training that survives", tmp_path))
+def test_the_program_that_survives(tmp_path: Path) -> None:
+    program = str(program_of("docs/elastic.md", tmp_path))
     keep = ("-m", "ringreduce", "keep", "--errors", sys.executable)
     output = torchrun("--no-python", sys.executable, *keep, program)
     assert output.count("step 200, loss") == 2

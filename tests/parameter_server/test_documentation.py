@@ -1,4 +1,4 @@
-"""The examples of docs/parameter_server.md run as they are written, however the servers have been started."""
+"""The examples of the parameter server's pages run as they are written, however the servers have been started."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from torch import nn
 import ringreduce.parameter_server as ps
 
 WORKERS, SERVERS = 2, 2
-BLOCKS = re.findall(
-    r"^```python\n(.*?)^```", (Path(__file__).parents[2] / "docs/parameter_server.md").read_text(), re.M | re.S
-)
+PAGES = (Path(__file__).parents[2] / "docs").glob("parameter_server*.md")
+BLOCKS = [block for page in PAGES for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)]
 
 
 def block(about: str) -> str:

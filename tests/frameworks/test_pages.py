@@ -1,0 +1,243 @@
+"""The pages are true: their Python runs, their tables say what the code does, and what they link to is there.
+
+Every block of Python of a page runs, one after the other in one program, on all ranks of a group. `BEFORE` gives a
+block what its page only talks about. A block that cannot run here is listed in `NOT_HERE`, with the reason.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed.harness import Rank, run
+from markdown_it import MarkdownIt
+from processes import GROUP_TIMEOUT, ROOT
+
+import ringreduce
+from ringreduce import elastic, parameter_server
+from ringreduce.errors import InvalidArgument
+
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+BEFORE = {
+    "docs/first.md: ringreduce.all_reduce(x, out=y)": "dist.init_process_group('ringreduce'); y = torch.empty(4)",
+    "docs/memory.md: model = MyModel()": """
+def MyModel():
+    model = torch.nn.Linear(1000, 1000)
+    model.weight.grad = torch.ones(1000, 1000)
+    return model
+dist.init_process_group("ringreduce")""",
+    "docs/plans.md: def one_shot(size)": "dist.init_process_group('ringreduce')",
+    "docs/seeing.md: dump_flight_record": """
+dist.init_process_group("ringreduce")
+dist.all_reduce(torch.ones(3))
+folder = "."
+""",
+    "docs/elastic.md: agreed = ringreduce.agree()": """
+import ringreduce
+dist.init_process_group("ringreduce")
+def train_step():
+    raise ringreduce.errors.CollectiveTimeout("a step took too long")""",
+    "docs/parameter_server.md: users = ps.Embedding": """
+kv = ps.join()
+head, loss_of = torch.nn.Linear(64, 1), lambda out, labels: (out - labels).square().mean()
+next_ids = torch.arange(8)
+batches = [(next_ids, torch.zeros(8, 1))] * 3""",
+    "docs/parameter_server_running.md: backups=1": "import ringreduce.parameter_server as ps",
+}
+"""Page and text of a block: what has to be there before it runs."""
+
+AFTER = {
+    "docs/parameter_server.md: users = ps.Embedding": "users.flush(); kv.barrier(); kv.leave()",
+    "docs/parameter_server_running.md: backups=1": "kv.barrier(); kv.leave()",
+}
+
+NOT_HERE = {
+    "docs/elastic.md: # train.py": "test_examples.py runs it under torchrun and `ringreduce keep`",
+    "docs/elastic.md: etcd://": "needs etcd: distributed/test_elastic_etcd.py",
+    "docs/elastic.md: ProcessGroupRingReduce": "needs torchft: test_ecosystem.py",
+    "docs/gpu.md: torch.cuda.set_device": "needs GPUs: tests/gpu",
+    "docs/parameter_server.md: ps.attach(": "parameter_server/test_documentation.py trains with it",
+    "docs/parameter_server.md: .follow(policy": "parameter_server/test_readers.py follows a model",
+    "docs/parameter_server_running.md: workers=8": "needs several hosts: parameter_server/test_serve.py",
+    "docs/parameter_server_running.md: @ray.remote": "needs Ray: test_ecosystem.py",
+    "docs/parameter_server_running.md: kv.snapshot(": "parameter_server/test_documentation.py saves with it",
+    "docs/parameter_server_running.md: kv.restore(": "parameter_server/test_documentation.py restores with it",
+}
+"""Page and text of a block: why it does not run here, and what tests it."""
+
+RANKS = {"docs/plans.md": 4}
+
+
+class Block(NamedTuple):
+    page: str
+    line: int
+    code: str
+
+    def among(self, listed: dict[str, str]) -> str | None:
+        """What is listed for this block."""
+        found = [key for key in listed if key.startswith(f"{self.page}: ") and key.partition(": ")[2] in self.code]
+        assert len(found) <= 1, f"{self.page}:{self.line} is listed twice: {found}"
+        return listed[found[0]] if found else None
+
+
+def fences(page: Path) -> Iterator[tuple[str, Block]]:
+    """The language of each block of code, and the block."""
+    for token in MarkdownIt("commonmark").parse(page.read_text()):
+        if token.type in ("fence", "code_block"):
+            assert token.map
+            language = token.info.strip() if token.type == "fence" else ""
+            yield language, Block(str(page.relative_to(ROOT)), token.map[0] + 1, token.content)
+
+
+BLOCKS = [block for page in PAGES for language, block in fences(page) if language == "python"]
+
+
+@pytest.mark.parametrize("page", sorted({block.page for block in BLOCKS}))
+def test_its_python_runs(page: str, tmp_path: Path) -> None:
+    blocks = [each for each in BLOCKS if each.page == page and each.among(NOT_HERE) is None]
+    if not blocks:
+        pytest.skip("; ".join(f"{each.line}: {each.among(NOT_HERE)}" for each in BLOCKS if each.page == page))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    run(program, RANKS.get(page, 2), blocks, store.port, str(tmp_path))
+
+
+def program(me: Rank, blocks: list[Block], port: int, folder: str) -> None:
+    """As torchrun starts it, with the agent's store."""
+    os.environ |= {"RANK": str(me.rank), "LOCAL_RANK": str(me.rank), "WORLD_SIZE": str(me.size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.chdir(folder)
+    dist.distributed_c10d.default_pg_timeout = timedelta(seconds=GROUP_TIMEOUT)
+    known: dict[str, Any] = {"torch": torch, "dist": dist}
+    for block in blocks:
+        exec(block.among(BEFORE) or "", known)
+        # With the lines of the page, for tracebacks.
+        exec(compile("\n" * block.line + block.code, ROOT / block.page, "exec"), known)
+        exec(block.among(AFTER) or "", known)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("listed", [BEFORE, AFTER, NOT_HERE], ids=["before", "after", "not here"])
+def test_what_is_listed_is_there(listed: dict[str, str]) -> None:
+    for key in listed:
+        assert len([block for block in BLOCKS if block.among({key: ""}) is not None]) == 1, key
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_blocks_say_their_language(page: Path) -> None:
+    """Else Python could be there that no test runs."""
+    for language, block in fences(page):
+        assert language, f"{block.page}:{block.line}: write ```python, ```bash or ```text"
+        looks_like_python = re.search(r"^(import \w+|from \w+ import|\w+ = \w+\.\w+\(|dist\.)", block.code, re.M)
+        assert language in ("python", "{eval-rst}") or not looks_like_python, f"{block.page}:{block.line} is Python"
+
+
+@pytest.mark.parametrize("page", [*ROOT.glob("*.md")], ids=lambda page: page.name)
+def test_what_it_links_to_is_there(page: Path) -> None:
+    """`make docs` checks the pages of the site."""
+    for target in re.findall(r"\]\((?!http)([^)#\s]+)[^)]*\)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def test_the_reference_has_every_public_name() -> None:
+    said = {path.stem: path.read_text() for path in ROOT.glob("docs/reference/*.md")}
+    torch_s_own = {name for name in ringreduce.__all__ if getattr(ringreduce, name).__module__.startswith("torch")}
+    for name in (*ringreduce.__all__, *torch_s_own):
+        assert re.search(rf"\b{name}\b", said["ringreduce"] + said["plans"]), f"ringreduce.{name}"
+    assert ":members:" in said["parameter_server"] and parameter_server.__all__
+    for name, value in vars(elastic).items():
+        if isinstance(value, type) or callable(value):
+            assert re.search(rf"\b{name}\b", said["elastic"]), f"elastic.{name}"
+    for name, value in vars(ringreduce.errors).items():
+        if isinstance(value, type) and value.__module__ == "ringreduce.errors":
+            assert re.search(rf"\b{name}\b", said["errors"]), f"errors.{name}"
+
+
+def rows_of(section: str) -> list[list[str]]:
+    """The heading and the rows of the table of a section of support.md."""
+    text = (ROOT / "docs/support.md").read_text().partition(f"## {section}\n")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    return [rows[0], *rows[2:]]
+
+
+OPS = {"premul_sum": dist._make_nccl_premul_sum(0.5)}
+
+
+def test_dtypes_that_the_table_has() -> None:
+    heading, *rows = rows_of("Dtypes")
+    operations = [re.findall(r"[A-Z]{2,}|premul_sum", cell) for cell in heading]
+    said = {}
+    for names, *cells in rows:
+        for dtype in names.split(", "):
+            said[dtype] = {op: cell == "yes" for ops, cell in zip(operations[1:], cells, strict=True) for op in ops}
+            said[dtype]["moved"] = cells[0] == "yes"
+    run(dtypes, 2, said)
+
+
+def dtypes(me: Rank, said: dict[str, dict[str, bool]]) -> None:
+    others, quantized = said.pop("every other dtype that is not quantized"), said.pop("quantized")
+    with me.join():
+        for dtype in {each for each in vars(torch).values() if isinstance(each, torch.dtype)}:
+            name = str(dtype).removeprefix("torch.")
+            tensor = torch.empty(4, dtype=torch.uint8).fill_(1).repeat(dtype.itemsize)
+            if name in ("qint8", "quint8", "qint32", "quint4x2", "quint2x4"):
+                tensor = torch._empty_affine_quantized([4], scale=1.0, zero_point=0, dtype=dtype)
+            else:
+                tensor = tensor.view(dtype)
+            expected = quantized if tensor.is_quantized else said.pop(name, others)
+            for what, works in expected.items():
+                try:
+                    if what == "moved":
+                        ringreduce.broadcast(tensor, 0)
+                    else:
+                        ringreduce.all_reduce(tensor, OPS.get(what) or getattr(dist.ReduceOp, what))
+                    assert works, f"{what} of {name} works"
+                except InvalidArgument as error:
+                    assert not works, f"{what} of {name}: {error}"
+    assert not said, f"torch has no such dtypes: {said}"
+
+
+CALLS: dict[str, Callable[[Any, Any, int], None]] = {
+    "all_reduce": lambda of, out, size: ringreduce.all_reduce(of),
+    "reduce": lambda of, out, size: ringreduce.reduce(of, 0),
+    "reduce_scatter": lambda of, out, size: ringreduce.reduce_scatter(out, [of] * size),
+    "reduce_scatter_single": lambda of, out, size: ringreduce.reduce_scatter_single(out, of),
+    "all_gather": lambda of, out, size: ringreduce.all_gather([out] * size, of),
+    "all_gather_single": lambda of, out, size: ringreduce.all_gather_single(out, of),
+    "broadcast": lambda of, out, size: ringreduce.broadcast(of, 0),
+    "gather": lambda of, out, size: ringreduce.gather(of, [out] * size, 0),
+    "scatter": lambda of, out, size: ringreduce.scatter(out, [of] * size, 0),
+    "all_to_all": lambda of, out, size: ringreduce.all_to_all([out] * size, [of] * size),
+    "all_to_all_single": lambda of, out, size: ringreduce.all_to_all_single(out, of),
+    "send": lambda of, out, size: ringreduce.send(of, 0),
+    "recv": lambda of, out, size: ringreduce.recv(out, 0),
+}
+
+
+def test_calls_that_the_table_has() -> None:
+    _, *rows = rows_of("Calls")
+    said = {name: cells for names, *cells in rows for name in re.findall(r"`(\w+)`", names)}
+    assert said.keys() == CALLS.keys() | {"barrier", "monitored_barrier"}
+    run(calls, 2, said)
+
+
+def calls(me: Rank, said: dict[str, list[str]]) -> None:
+    """Those that reduce take an `op`; each takes sparse tensors or refuses them."""
+    with me.join():
+        for name, call in CALLS.items():
+            reduces, sparse, *_ = said[name]
+            assert ("op" in inspect.signature(getattr(ringreduce, name)).parameters) == (reduces == "yes"), name
+            try:
+                call(torch.eye(4).to_sparse(), torch.eye(4).to_sparse(), me.size)
+                assert sparse != "no", f"{name} takes sparse tensors"
+            except InvalidArgument as error:
+                assert sparse == "no", f"{name}: {error}"
