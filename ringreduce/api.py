@@ -236,8 +236,8 @@ def agree(group: Group = None, timeout: timedelta | float | None = None) -> Agre
     For a group that has failed; one that has not is aborted. Returns when every rank has called or has ended, or has
     not called for `timeout` after this one (a number is in seconds; the group's by default): then it is lost to the
     others, and if it calls later, it gets `Expelled`. After that `dist.shrink_group(agreed.lost)` makes the survivors'
-    group. If another rank dies in it, `agree` can be called again, on the old group. docs/elastic.md says who decides,
-    and how.
+    group. If another rank dies in it, `agree` can be called again, on the old group. docs/elastic_how.md says who
+    decides, and how.
     """
     backend = backend_of(group)
     backend.abort()

@@ -6,6 +6,7 @@ block what its page only talks about. A block that cannot run here is listed in 
 
 from __future__ import annotations
 
+import collections
 import inspect
 import os
 import re
@@ -146,6 +147,19 @@ def test_what_it_links_to_is_there(page: Path) -> None:
     """`make docs` checks the pages of the site."""
     for target in re.findall(r"\]\((?!http)([^)#\s]+)[^)]*\)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def test_no_sentence_stands_in_two_pages() -> None:
+    """Of those with more than eight words: where two pages need one, a link leads to it."""
+    pages = collections.defaultdict(set)
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+        for part in re.split(r"\n\s*\n|\n(?=[-|#])| \| ", text):
+            plain = re.sub(r"\]\([^)]*\)|[\[*`|\]]", "", part)
+            for sentence in re.split(r"(?<=[.:;])\s", " ".join(plain.split())):
+                if len(sentence.split()) > 8:
+                    pages[sentence.strip("- .:;").lower()].add(page.name)
+    assert {sentence: found for sentence, found in pages.items() if len(found) > 1} == {}
 
 
 def test_the_reference_has_every_public_name() -> None:
