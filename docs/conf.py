@@ -93,7 +93,9 @@ def as_rst(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: l
 def short_names(
     app: Sphinx, what: str, name: str, value: Any, options: Any, signature: str | None, returns: str | None
 ) -> tuple[str | None, str | None]:
-    """Aliases of types as they are called in the code."""
+    """Aliases of types as they are called in the code. Nothing for classes that programs do not call."""
+    if signature and (what == "exception" or (what == "class" and "Made by" in (value.__doc__ or ""))):
+        return "", None
 
     def short(text: str | None) -> str | None:
         return text and re.sub(r"TypeAliasForwardRef\('(\w+)'\)", r"\1", text)

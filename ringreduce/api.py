@@ -3,14 +3,23 @@
 Each function takes the same arguments as its namesake in `torch.distributed`, by the same names and in the same order.
 It works in place in the same way. It returns None or, with `async_op`, a `Work` to `wait()` for. `group` is a process
 group of backend ringreduce (default: the world). `src` and `dst` are global ranks, `group_src` and `group_dst` ranks in
-`group`; give one of the two. NumPy arrays are used in place through `torch.from_numpy`, so they must be writable.
-Errors are those of `ringreduce.errors`.
+`group`; give one of the two.
 
-A rank that is not in `group` gets `InvalidArgument`, where torch's functions warn and return. `torch.compile` knows
-torch's functions, not these: compiled code should call torch's.
+**Tensors.** The tensors of a call have one dtype and are on one device, on all ranks. Only numbers of elements must
+fit, not shapes. Any strides will do: a tensor that is not contiguous is copied to memory that is, and back, so a
+contiguous one is faster. Outputs whose elements share memory, as after `expand`, are refused. Calls that reduce take
+the dtypes for which docs/support.md has the operation; all others move elements of every dtype that is not quantized.
+NumPy arrays are used in place through `torch.from_numpy`, so they must be writable.
 
-Collectives of objects, and `batch_isend_irecv`, are torch's own functions. What differs from torch, call by call, is
-listed with its reason in tests/unit/test_signatures.py.
+**Errors.** Every call raises `InvalidArgument` for arguments that cannot be served, before data moves;
+`CollectiveMismatch` if the ranks make different calls; `PeerLost` if a process of the group has died or left;
+`CollectiveTimeout` if the group's timeout passes; and `Aborted` if a rank has aborted the group. A `Work` raises them
+in its `wait()`. They are classes of `ringreduce.errors`, which says after which ones the group can still be used. A
+rank that is not in `group` gets `InvalidArgument`, where torch's functions warn and return.
+
+`torch.compile` knows torch's functions, not these: compiled code should call torch's. Collectives of objects, and
+`batch_isend_irecv`, are torch's own functions. What differs from torch, call by call, is listed with its reason in
+tests/unit/test_signatures.py.
 """
 
 from __future__ import annotations
@@ -47,7 +56,12 @@ log = logging.getLogger(__name__)
 def all_reduce(
     tensor: Array, op: ReduceOp = SUM, group: Group = None, async_op: bool = False, out: Array | None = None
 ) -> Work:
-    """Replaces `tensor` on every rank by the reduction over all ranks; with `out`, writes the result there instead."""
+    """Replaces `tensor` on every rank by the reduction over all ranks; with `out`, writes the result there instead.
+
+    The number of elements and the dtype are the same on all ranks, and all ranks get the same bits. `out` has the
+    shape, dtype and device of `tensor`. A sparse COO tensor on CPUs is summed; it may have other indices on each rank,
+    but must have the same shape.
+    """
     if not async_op and _C.all_reduce_now(group, tensor, op, out):
         return None
     options = _options(dist.AllreduceOptions, async_op, reduceOp=op)
@@ -70,7 +84,10 @@ def all_reduce_coalesced(
 def broadcast(
     tensor: Array, src: Rank = None, group: Group = None, async_op: bool = False, group_src: Rank = None
 ) -> Work:
-    """Replaces `tensor` on every rank by that of the source (default: rank 0 of the world)."""
+    """Replaces `tensor` on every rank by that of the source (default: rank 0 of the world).
+
+    The number of elements and the dtype are the same on all ranks.
+    """
     if not async_op and _C.broadcast_now(group, tensor, src, group_src):
         return None
     options = _options(dist.BroadcastOptions, async_op, rootRank=_rank_in(group, "src", src, group_src))
@@ -87,21 +104,29 @@ def reduce(
     out: Array | None = None,
 ) -> Work:
     """Replaces `tensor` on the destination (default: rank 0 of the world) by the reduction over all ranks; with `out`,
-    writes the result there instead. On other ranks `tensor` is unchanged, and `out` becomes a copy of it."""
+    writes the result there instead. On other ranks `tensor` is unchanged, and `out` becomes a copy of it.
+
+    The number of elements and the dtype are the same on all ranks. `out` has the shape, dtype and device of `tensor`.
+    """
     root = _rank_in(group, "dst", dst, group_dst)
     options = _options(dist.ReduceOptions, async_op, reduceOp=op, rootRank=root)
     return _call(group, "reduce", _Many((tensor if out is None else _copied(tensor, out),)), options=options)
 
 
 def all_gather(tensor_list: Sequence[Array], tensor: Array, group: Group = None, async_op: bool = False) -> Work:
-    """Puts rank r's `tensor` into `tensor_list[r]` on every rank; sizes may differ between ranks."""
+    """Puts rank r's `tensor` into `tensor_list[r]` on every rank.
+
+    `tensor_list` has a tensor for each rank, in the order of ranks in `group`. Sizes may differ between ranks:
+    `tensor_list[r]` has as many elements as rank r's `tensor`.
+    """
     options = _options(AllgatherOptions, async_op)
     return _call(group, "allgather", _Many((_Many(tensor_list),)), _Many((tensor,)), options=options)
 
 
 def all_gather_single(output_tensor: Array, input_tensor: Array, group: Group = None, async_op: bool = False) -> Work:
-    """Puts the ranks' `input_tensor`s one after the other into `output_tensor`, which has as many elements as all of
-    them together.
+    """Puts every rank's `input_tensor` into `output_tensor`, one after the other in the order of ranks.
+
+    `input_tensor` has the same number of elements on all ranks. `output_tensor` has as many as all inputs together.
 
     torch up to 2.12 calls this function `all_gather_into_tensor`; that name works here too.
     """
@@ -117,7 +142,11 @@ all_gather_into_tensor = all_gather_single
 def reduce_scatter(
     output: Array, input_list: Sequence[Array], op: ReduceOp = SUM, group: Group = None, async_op: bool = False
 ) -> Work:
-    """Puts the reduction of all ranks' `input_list[r]` into `output` of rank r; sizes may differ between blocks."""
+    """Puts the reduction of all ranks' `input_list[r]` into `output` of rank r.
+
+    `input_list` has a tensor for each rank. Sizes may differ between blocks: `input_list[r]` of all ranks and `output`
+    of rank r have the same number of elements.
+    """
     options = _options(dist.ReduceScatterOptions, async_op, reduceOp=op)
     return _call(group, "reduce_scatter", _Many((output,)), _Many((_Many(input_list),)), options=options)
 
@@ -126,6 +155,8 @@ def reduce_scatter_single(
     output: Array, input: Array, op: ReduceOp = SUM, group: Group = None, async_op: bool = False
 ) -> Work:
     """Reduces `input` over all ranks and puts the r-th of its equal parts into `output` of rank r.
+
+    `input` has the same number of elements on all ranks, a multiple of the number of ranks. `output` has one part.
 
     torch up to 2.12 has it as `reduce_scatter_tensor`, which works here too.
     """
@@ -146,8 +177,11 @@ def gather(
     async_op: bool = False,
     group_dst: Rank = None,
 ) -> Work:
-    """Puts rank r's `tensor` into `gather_list[r]` on the destination (default: rank 0 of the world); other ranks give
-    no list."""
+    """Puts rank r's `tensor` into `gather_list[r]` on the destination (default: rank 0 of the world).
+
+    The destination gives a tensor for each rank, with as many elements as `tensor`; other ranks give no list. All
+    ranks' `tensor` have the same number of elements.
+    """
     root = _rank_in(group, "dst", dst, group_dst)
     lists = _lists_of_root(group, root, "gather_list", gather_list)
     return _call(
@@ -163,8 +197,11 @@ def scatter(
     async_op: bool = False,
     group_src: Rank = None,
 ) -> Work:
-    """Puts `scatter_list[r]` of the source (default: rank 0 of the world) into `tensor` of rank r; other ranks give no
-    list."""
+    """Puts `scatter_list[r]` of the source (default: rank 0 of the world) into `tensor` of rank r.
+
+    The source gives a tensor for each rank, with as many elements as `tensor`; other ranks give no list. All ranks'
+    `tensor` have the same number of elements.
+    """
     root = _rank_in(group, "src", src, group_src)
     lists = _lists_of_root(group, root, "scatter_list", scatter_list)
     return _call(
@@ -175,7 +212,11 @@ def scatter(
 def all_to_all(
     output_tensor_list: Sequence[Array], input_tensor_list: Sequence[Array], group: Group = None, async_op: bool = False
 ) -> Work:
-    """Puts `input_tensor_list[r]` of rank s into `output_tensor_list[s]` of rank r; sizes may all differ."""
+    """Puts `input_tensor_list[r]` of rank s into `output_tensor_list[s]` of rank r.
+
+    Both lists have a tensor for each rank. Sizes may all differ, as long as the two tensors of each pair have the same
+    number of elements. Raises `CollectiveMismatch` if they do not; the group stays usable then.
+    """
     options = _options(dist.AllToAllOptions, async_op)
     return _call(group, "alltoall", _Many(output_tensor_list), _Many(input_tensor_list), options=options)
 
@@ -188,9 +229,11 @@ def all_to_all_single(
     group: Group = None,
     async_op: bool = False,
 ) -> Work:
-    """`all_to_all` of the parts of one tensor: equal ones, or as many rows as the split sizes say.
+    """Does what `all_to_all` does, for the parts of one tensor: equal parts, or as many rows as the split sizes say.
 
-    Either all ranks give split sizes or none does.
+    Rows are along the first dimension. Split sizes have a number for each rank and add up to the tensor's rows. Either
+    all ranks give split sizes or none does. Raises `CollectiveMismatch` if those of two ranks do not fit each other;
+    the group stays usable then.
     """
     if not (async_op or output_split_sizes or input_split_sizes) and _C.all_to_all_now(group, output, input):
         return None
@@ -205,8 +248,11 @@ def barrier(
     device_ids: Sequence[int] | None = None,
     timeout: timedelta | float | None = None,
 ) -> Work:
-    """Ends when all ranks have called it. `timeout` is a timedelta or seconds; the default is the group's timeout.
-    `device_ids`, which tells NCCL its GPU, is not used."""
+    """Returns when all ranks have called it.
+
+    `timeout` is a timedelta or seconds; the default is the group's timeout. `device_ids`, which tells NCCL its GPU, is
+    not used.
+    """
     options = _options(dist.BarrierOptions, async_op)
     if timeout is not None:
         options.timeout = duration("timeout", timeout)
@@ -246,26 +292,38 @@ def agree(group: Group = None, timeout: timedelta | float | None = None) -> Agre
 
 
 def isend(tensor: Array, dst: Rank = None, group: Group = None, tag: int = 0, group_dst: Rank = None) -> dist.Work:
-    """Begins to send `tensor` to the destination; `wait()` for the `Work` before `tensor` is changed."""
+    """Begins to send `tensor` to the destination; `wait()` for the `Work` before `tensor` is changed.
+
+    `tag` is a whole number from 0. Messages between two ranks with the same tag arrive in the order of the calls.
+    """
     return _message(group, "send", tensor, _rank_in(group, "dst", dst, group_dst, required=True), tag)
 
 
 def irecv(tensor: Array, src: Rank = None, group: Group = None, tag: int = 0, group_src: Rank = None) -> dist.Work:
     """Begins to receive into `tensor` from the source, or from any rank if none is given; `wait()` for the `Work`
-    before `tensor` is used."""
+    before `tensor` is used.
+
+    Takes messages with the same `tag` only. `wait()` raises `CollectiveMismatch` if the message has another number of
+    elements or another dtype than `tensor`; the group stays usable then.
+    """
     if src is None and group_src is None:
         return _message(group, "recv_anysource", tensor, tag)
     return _message(group, "recv", tensor, _rank_in(group, "src", src, group_src), tag)
 
 
 def send(tensor: Array, dst: Rank = None, group: Group = None, tag: int = 0, group_dst: Rank = None) -> None:
-    """Sends `tensor` to the destination; returns when `tensor` may be changed."""
+    """Sends `tensor` to the destination with `tag`; returns when `tensor` may be changed, which may be before it is
+    received."""
     isend(tensor, dst, group, tag, group_dst).wait()
 
 
 def recv(tensor: Array, src: Rank = None, group: Group = None, tag: int = 0, group_src: Rank = None) -> int:
     """Receives into `tensor` from the source, or from any rank if none is given; returns the sender's rank in the
-    world."""
+    world.
+
+    Takes messages with the same `tag` only. Raises `CollectiveMismatch` if the message has another number of elements
+    or another dtype than `tensor`; the group stays usable then.
+    """
     work = irecv(tensor, src, group, tag, group_src)
     work.wait()
     if src is not None:
