@@ -66,7 +66,9 @@ class Options:
     )
     ports: str = _knob("", None, "TCP ports to listen at for other hosts: '20000-20100' (default: any)")
     host_id: str = _knob("", None, "ranks with the same text are on one host (default: as the kernel says)")
-    secret_file: str = _knob("", None, "a file that only ranks of the job can read; links between hosts need it")
+    secret_file: str = _knob(
+        "", None, "a file that only ranks of the job can read; who does not know its content cannot connect"
+    )
     hosts_file: str = _knob(
         "",
         None,
