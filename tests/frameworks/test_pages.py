@@ -255,3 +255,22 @@ def calls(me: Rank, said: dict[str, list[str]]) -> None:
                 assert sparse != "no", f"{name} takes sparse tensors"
             except InvalidArgument as error:
                 assert sparse == "no", f"{name}: {error}"
+
+
+DIFFERS = r"\d[\d.]*|'[^']*'|[()\[\]:;,=]|\.(?: |$)|\.\.\.|\w+_\w+|\b(?:x|rank|lo|eth|u?int|float)(?=\d|\b)"
+"""What a message has of the case: numbers, names, values."""
+OF_TORCH = ("monitored_barrier is only implemented", "Unknown backend type", "Unknown c10d backend type")
+OF_SYSTEM = {"Address already in use", "No such file or directory"}
+
+
+def test_messages_of_troubleshooting_are_those_of_the_code() -> None:
+    """Every part of three words or more, between what differs from case to case."""
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    cells = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| `")]
+    messages = [each for cell in cells for each in re.findall(r"`([^`]+)`", cell) if not each.startswith(OF_TORCH)]
+    files = [path for folder in ("ringreduce", "csrc") for path in (ROOT / folder).rglob("*.*")]
+    sources = " ".join(path.read_text() for path in files if path.suffix in (".py", ".cpp", ".h"))
+    sources = " ".join(re.sub(r'"\s*f?"', "", sources).replace("`", "").split())  # literals over several lines
+    parts = {part.strip() for message in messages for part in re.split(DIFFERS, message) if len(part.split()) > 2}
+    assert len(parts) > 20
+    assert [part for part in sorted(parts - OF_SYSTEM) if part not in sources] == []
