@@ -120,7 +120,7 @@ def cell(text: str) -> str:
 
 
 class OptionsTable(Generated):
-    """Every field of `ringreduce.Options`, with its variable."""
+    """Every field of `ringreduce.Options` with its variable, then the other variables."""
 
     def run(self) -> list[nodes.Node]:
         rows = ["| option, variable | default | values | what it is |", "|---|---|---|---|"]
@@ -136,6 +136,7 @@ class OptionsTable(Generated):
             shown = "" if default == "" else f"`{size(default) if of_bytes else default}`"
             variable = config.PREFIX + knob.name.upper()
             rows.append(f"| `{knob.name}` `{variable}` | {shown} | {values} | {cell(knob.metadata['help'])} |")
+        rows += [f"| `{name}` | | text | {cell(help)} |" for name, help in config.OTHER_VARIABLES.items()]
         return self.markdown(rows)
 
 
@@ -145,14 +146,6 @@ def size(count: int) -> str:
         if count >= power and count % power == 0:
             return f"{count // power}{unit}"
     return str(count)
-
-
-class OtherVariables(Generated):
-    """The environment variables that belong to no option."""
-
-    def run(self) -> list[nodes.Node]:
-        rows = [f"| `{name}` | {cell(help)} |" for name, help in config.OTHER_VARIABLES.items()]
-        return self.markdown(["| variable | what it is |", "|---|---|", *rows])
 
 
 class CommandLine(Generated):
@@ -174,5 +167,4 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-docstring", as_rst)
     app.connect("autodoc-process-signature", short_names)
     app.add_directive("options-table", OptionsTable)
-    app.add_directive("other-variables", OtherVariables)
     app.add_directive("command-line", CommandLine)
