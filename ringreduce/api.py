@@ -284,6 +284,9 @@ def agree(group: Group = None, timeout: timedelta | float | None = None) -> Agre
     others, and if it calls later, it gets `Expelled`. After that `dist.shrink_group(agreed.lost)` makes the survivors'
     group. If another rank dies in it, `agree` can be called again, on the old group. docs/elastic_how.md says who
     decides, and how.
+
+    Raises `Expelled` if the others have given this rank up, and `SystemFailure` if the ranks cannot reach the store
+    that they agree by.
     """
     backend = backend_of(group)
     backend.abort()

@@ -32,8 +32,11 @@ class Read(Enum):
     """Which local chunk a step takes as an operand."""
 
     NONE = "none"
+    """None: only what was received."""
     INPUT = "input"
+    """That of the caller's input."""
     OUTPUT = "output"
+    """That of the output, as earlier steps have written it."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,15 @@ class Step:
     """value = combine [local chunk if read] and what each peer in `recv` sent; then write it, send it, or both."""
 
     chunk: int
+    """The id of the chunk: ``block * chunks + number``, with the channel's `chunks`."""
     read: Read = Read.NONE
+    """Which local chunk is combined with what is received."""
     recv: tuple[int, ...] = ()
+    """The peers that a value is taken from: the oldest that each has sent to this rank and that was not taken yet."""
     write: bool = False
+    """Whether the value is written to the output chunk."""
     send: tuple[int, ...] = ()
+    """The peers that the value is sent to."""
 
 
 Program = tuple[Step, ...]
@@ -55,8 +63,11 @@ class Channel:
     """One ring, tree or exchange: its weight among the channels, chunks per block, and one program per rank."""
 
     share: int
+    """Its part of each block is `share` over the sum of all channels' shares."""
     chunks: int
+    """The number of equal parts that its part of each block is cut in."""
     programs: tuple[Program, ...]
+    """The steps of each rank, by rank in the group."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +75,13 @@ class Plan:
     """One collective among `size` ranks, under the name of the algorithm that wrote it."""
 
     name: str
+    """Of the algorithm, as messages and `ringreduce.topology` show it."""
     collective: str
+    """One of `COLLECTIVES`."""
     size: int
+    """The number of ranks."""
     channels: tuple[Channel, ...]
+    """They run side by side, each on its part of every block."""
 
     def to_json(self) -> str:
         """The plan as a JSON document that `from_json` loads back to an equal plan."""
