@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from markdown_it import MarkdownIt
 from processes import GROUP_TIMEOUT, ROOT
 
 import ringreduce
-from ringreduce import elastic, parameter_server
+from ringreduce import cli, elastic, parameter_server
 from ringreduce.errors import InvalidArgument
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -147,6 +148,34 @@ def test_what_it_links_to_is_there(page: Path) -> None:
     """`make docs` checks the pages of the site."""
     for target in re.findall(r"\]\((?!http)([^)#\s]+)[^)]*\)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def test_commands_are_there() -> None:
+    """Of blocks of bash and of text in backticks: programs of this tree, targets of make, our commands' options."""
+    parser = cli.Parser(prog="ringreduce").add_subparsers(parser_class=cli.Parser)
+    for name, summary in cli.COMMANDS.items():
+        import_module(f"ringreduce.cli.{name}").add(parser, summary)
+    lines = [
+        line
+        for page in PAGES
+        for language, block in fences(page)
+        if language == "bash"
+        for line in block.code.splitlines()
+    ]
+    spans = {span for page in PAGES for span in re.findall(r"`([^`]+)`", page.read_text())}
+    for line in (*lines, *sorted(spans)):
+        words = " ".join(line.partition(" #")[0].replace("...", "").replace("|", " ").split())
+        for program in re.findall(r"\b(?:bench|examples|tests)/[\w/]+\.(?:py|cpp)\b", words):
+            assert (ROOT / program).exists(), line
+        if target := re.match(r"make ([a-z-]+)", words):
+            assert re.search(rf"^{target[1]}:", (ROOT / "Makefile").read_text(), re.M), line
+        command = re.search(r"\bringreduce (\w+)((?: --[\w-]+)*)", words)
+        if command and (command[1] in cli.COMMANDS or "--" in command[2]):
+            known = parser.choices[command[1]].format_help()
+            for option in re.findall(
+                r" (--[\w-]+)", words.partition(f"ringreduce {command[1]}")[2].partition("python ")[0]
+            ):
+                assert option in known, line
 
 
 def test_no_sentence_stands_in_two_pages() -> None:
