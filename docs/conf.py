@@ -12,7 +12,6 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
 from docutils import nodes
 from docutils.statemachine import StringList
@@ -30,7 +29,7 @@ class Compiled(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return mock.MagicMock(name=f"ringreduce._C.{name}")
+        return type(name, (), {"__module__": "ringreduce._C"})
 
 
 sys.modules["ringreduce._C"] = Compiled("ringreduce._C")
@@ -47,8 +46,6 @@ extensions = ["myst_parser", "sphinx.ext.autodoc"]
 html_theme = "furo"
 html_title = f"ringreduce {release}"
 html_show_sourcelink = False
-suppress_warnings = ["epub.unknown_project_files"]
-exclude_patterns: list[str] = []
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
@@ -57,6 +54,7 @@ linkcheck_timeout = 10
 default_role = "code"
 add_module_names = False
 autodoc_member_order = "bysource"
+autodoc_inherit_docstrings = False  # those of torch's classes
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 autodoc_type_aliases = {name: name for name in ("Array", "ReduceOp", "Group", "Rank", "Work")}
@@ -90,11 +88,14 @@ def as_rst(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: l
     lines[:] = made
 
 
+CALLED = ("Options", "P2POp", "Plan", "Channel", "Step", "Embedding", "EmbeddingBag")
+
+
 def short_names(
     app: Sphinx, what: str, name: str, value: Any, options: Any, signature: str | None, returns: str | None
 ) -> tuple[str | None, str | None]:
-    """Aliases of types as they are called in the code. Nothing for classes that programs do not call."""
-    if signature and (what == "exception" or (what == "class" and "Made by" in (value.__doc__ or ""))):
+    """Aliases of types as they are called in the code; no arguments of classes that programs do not call."""
+    if signature and what in ("class", "exception") and name.rpartition(".")[2] not in CALLED:
         return "", None
 
     def short(text: str | None) -> str | None:
