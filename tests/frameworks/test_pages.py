@@ -143,7 +143,7 @@ def test_blocks_say_their_language(page: Path) -> None:
         assert language in ("python", "{eval-rst}") or not looks_like_python, f"{block.page}:{block.line} is Python"
 
 
-@pytest.mark.parametrize("page", [*ROOT.glob("*.md")], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", sorted(ROOT.glob("*.md")), ids=lambda page: page.name)
 def test_what_it_links_to_is_there(page: Path) -> None:
     """`make docs` checks the pages of the site."""
     for target in re.findall(r"\]\((?!http)([^)#\s]+)[^)]*\)", page.read_text()):
