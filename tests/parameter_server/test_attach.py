@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import bodies.parameter_server as one_host
 import pytest
-import test_workers_and_servers as one_host
 import torch
 from distributed.harness import Rank, run
 from frameworks.launch import python, torchrun

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import bodies.parameter_server as one_host
 import pytest
-import test_workers_and_servers as one_host
 import torch
 from distributed.harness import Rank, run
 from hypothesis import HealthCheck, given, settings

@@ -22,10 +22,9 @@ from typing import Any
 import pytest
 import test_snapshots as saved
 import torch
+from bodies.parameter_server import SMALL, alone, gradient, placed
 from distributed.harness import Rank, Ranks, run
 from processes import Logged
-from test_several_hosts import placed
-from test_workers_and_servers import SMALL, alone, gradient
 from torch._C._distributed_c10d import HashStore
 
 import ringreduce.parameter_server as ps

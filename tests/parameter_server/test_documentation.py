@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import bodies.parameter_server as one_host
 import pytest
 import test_serve
-import test_workers_and_servers as one_host
 import torch
 import torch.distributed as dist
 from distributed.harness import Rank, Ranks

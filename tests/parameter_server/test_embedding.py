@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bodies.parameter_server import APART, NEAR, SMALL, join, on_any_hosts, placed
 from distributed.harness import Rank, Ranks, run
-from test_several_hosts import APART, placed
-from test_workers_and_servers import SMALL, join
 
 import ringreduce.parameter_server as ps
 from ringreduce.errors import InvalidArgument, ServerLost, UpdateFailed
@@ -164,15 +163,13 @@ def sums(me: Rank, mode: ps.Mode) -> list[Any]:
         return [table.pull(ids).tolist(), table.pull(torch.tensor([1000, 1001, 1002, 1003])).tolist()]
 
 
-@pytest.mark.parametrize("mode", (ps.sync(average=False), ps.asynchronous(), ps.ssp(1)), ids=lambda mode: mode.mode)
-def test_every_push_of_every_id_counts_once(mode: ps.Mode) -> None:
-    for shared, own in run(sums, 3, mode):
-        assert shared == [[10.0 * (1 + 8 + 64)] * 3] * len(EXTREMES)
-        assert own == [[5.0] * 3, [40.0] * 3, [320.0] * 3, [0.0] * 3]
-
-
-def test_over_tcp_every_push_of_every_id_counts_once() -> None:
-    for shared, own in run(placed, 3, APART, sums, ps.asynchronous()):
+@pytest.mark.parametrize(
+    ("mode", "hosts"),
+    [(ps.sync(average=False), NEAR), (ps.asynchronous(), NEAR), (ps.ssp(1), NEAR), (ps.asynchronous(), APART)],
+    ids=str,
+)
+def test_every_push_of_every_id_counts_once(mode: ps.Mode, hosts: tuple[int, ...]) -> None:
+    for shared, own in run(placed, 3, hosts, sums, mode):
         assert shared == [[10.0 * (1 + 8 + 64)] * 3] * len(EXTREMES)
         assert own == [[5.0] * 3, [40.0] * 3, [320.0] * 3, [0.0] * 3]
 
@@ -375,10 +372,9 @@ def outlives_a_server(me: Rank) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("over", ("memory", "tcp"))
-def test_a_server_killed_amid_pushes_is_named(over: str) -> None:
-    function, args = (outlives_a_server, ()) if over == "memory" else (placed, (APART, outlives_a_server))
-    with Ranks(function, 2, *args) as ranks:
+@on_any_hosts
+def test_a_server_killed_amid_pushes_is_named(hosts: tuple[int, ...]) -> None:
+    with Ranks(placed, 2, hosts, outlives_a_server) as ranks:
         ranks.reports()
         ranks.signal(1, signal.SIGKILL)
         (said,) = ranks.results(but=(1,))

@@ -19,11 +19,10 @@ import pytest
 import test_backups as near
 import torch
 import torch.distributed as dist
+from bodies.parameter_server import APART, SMALL, placed
 from distributed import harness
 from distributed.harness import Rank, Ranks, run
 from test_backups import MODES, PLACES, PUSHES, SERVERS, WORKERS, was_killed
-from test_several_hosts import APART, placed
-from test_workers_and_servers import SMALL
 
 import ringreduce.parameter_server as ps
 from ringreduce import _C

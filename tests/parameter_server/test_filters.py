@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from bodies.parameter_server import APART, join, placed
 from distributed.harness import Rank, run
-from test_several_hosts import APART, placed
-from test_workers_and_servers import join
 
 import ringreduce.parameter_server as ps
 from ringreduce import _C

@@ -12,9 +12,9 @@ from unittest import mock
 
 import pytest
 import torch
+from bodies.parameter_server import SMALL
 from distributed.harness import Rank, Ranks, run
 from processes import deadline
-from test_workers_and_servers import SMALL
 
 import ringreduce.parameter_server as ps
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from bodies.parameter_server import APART, SMALL, join, placed
 from distributed.harness import Rank, Ranks, run
-from test_several_hosts import APART, placed
-from test_workers_and_servers import SMALL, join
 from torch import nn
 
 import ringreduce.parameter_server as ps

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import bodies.parameter_server as one_host
 import pytest
-import test_workers_and_servers as one_host
 import torch
 import torch.distributed as dist
 from distributed.harness import Rank, Ranks

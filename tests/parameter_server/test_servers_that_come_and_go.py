@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from bodies.parameter_server import COUNT, alone, gradient
 from distributed import harness
 from distributed.harness import Rank, Ranks, run
 from processes import deadline, free_ports
 from test_serve import start
-from test_workers_and_servers import COUNT, alone, gradient
 from torch._C._distributed_c10d import HashStore
 
 import ringreduce.parameter_server as ps

@@ -1,6 +1,6 @@
-"""Workers and servers that reach each other by TCP, told to be on several hosts by RINGREDUCE_HOST_ID.
+"""What is different where workers and servers reach each other by TCP, placed on several hosts by RINGREDUCE_HOST_ID.
 
-The same bits, the same history and the same errors as on one host. tests/net has real networks.
+test_workers_and_servers.py has what is the same on one host. tests/net has real networks.
 """
 
 from __future__ import annotations
@@ -8,26 +8,16 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-import test_workers_and_servers as one_host
 import torch
+from bodies.parameter_server import APART, SMALL, alone, join, placed, train
 from distributed.harness import Rank, Ranks, run
 
 import ringreduce.parameter_server as ps
 from ringreduce.errors import CollectiveTimeout, SystemFailure, TopologyError
 from ringreduce.parameter_server.client.pending import Pulls
-
-APART = (0, 1, 2, 3)
-"""Every rank on a host of its own."""
-
-
-def placed(me: Rank, hosts: tuple[int, ...], function: Callable[..., Any], *args: Any) -> Any:
-    os.environ["RINGREDUCE_HOST_ID"] = f"host {hosts[me.rank]}"
-    os.environ["RINGREDUCE_SOCKET_IFNAME"] = "=lo"
-    return function(me, *args)
 
 
 @pytest.mark.parametrize("hosts", [APART, (0, 0, 1)], ids=str)
@@ -35,46 +25,15 @@ def placed(me: Rank, hosts: tuple[int, ...], function: Callable[..., Any], *args
     ("kind", "arguments"), [(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), (torch.optim.NAdam, {"lr": 0.01})]
 )
 def test_the_bits_are_those_of_one_process(hosts: tuple[int, ...], kind: Any, arguments: dict[str, Any]) -> None:
-    wanted = one_host.alone(kind, arguments, 3, True)
-    for values in run(placed, 3, hosts, one_host.train, kind, arguments, True):
+    wanted = alone(kind, arguments, 3, True)
+    for values in run(placed, 3, hosts, train, kind, arguments, True):
         for step, (value, expected) in enumerate(zip(values, wanted, strict=True)):
             assert value.tobytes() == expected.tobytes(), f"step {step}"
 
 
-@pytest.mark.parametrize("mode", (ps.sync(), ps.asynchronous(), ps.ssp(1)), ids=str)
-def test_every_pull_shows_its_history(mode: ps.Mode) -> None:
-    for final in run(placed, 3, APART, one_host.history, mode):
-        assert final == [[1.0] * one_host.PUSHES] * 3
-
-
-@pytest.mark.parametrize("mode", (ps.sync(), ps.asynchronous(), ps.ssp(1)), ids=lambda mode: mode.mode)
-def test_the_others_go_on_when_a_worker_is_killed(mode: ps.Mode) -> None:
-    with Ranks(placed, 3, APART, one_host.outlives_worker, mode) as ranks:
-        assert ranks.reports()[:2] == ["ready", "ready"]
-        ranks.signal(2, signal.SIGKILL)
-        values = ranks.results(but=(2,))
-    before = (2 + 2 + 3, 2 + 3 + 3) if mode.mode == "sync" else (2,)
-    assert values[0] == values[1] and values[0] - 10 in before
-
-
-def test_a_killed_server_is_named_within_a_second_and_the_process_lives() -> None:
-    with Ranks(placed, 2, APART, one_host.outlives_server) as ranks:
-        one_host.kill_a_server(ranks)
-
-
-def test_a_worker_that_ends_by_an_error_ends_its_server_for_the_others_too() -> None:
-    said, _ = run(placed, 2, APART, one_host.closes)
-    assert said.startswith("server 1 (") and "has ended: it has left" in said
-
-
-def test_a_worker_that_closes_in_a_living_process_is_not_waited_for() -> None:
-    values = run(placed, 3, APART, one_host.worker_closes)
-    assert values[0] == values[1] in (2 + 10 + 1, 2 + 10 + 2)
-
-
 def knows_its_servers(me: Rank) -> list[bool]:
     os.environ["RINGREDUCE_TRANSPORT"] = "tcp"
-    with one_host.join(me) as kv:
+    with join(me) as kv:
         return [kv.calls.client.is_near(server) for server in range(2)]
 
 
@@ -82,29 +41,9 @@ def test_tcp_takes_each_process_for_a_host_whatever_its_host_is_called() -> None
     assert run(placed, 2, (0, 0), knows_its_servers) == [[True, False], [False, True]]
 
 
-def test_a_worker_may_come_later() -> None:
-    assert run(placed, 3, APART, one_host.with_late_worker) == [[102.0, 102.0]] * 3
-
-
-def test_a_full_window_makes_pushes_wait() -> None:
-    (said, value), (_, other) = run(placed, 2, (1, 0), one_host.full_window)
-    assert "the window of 65536 bytes has had no room for 16384 in time" in said
-    assert value == other == 8
-
-
-def test_tensors_in_the_window_are_lent_and_given_back() -> None:
-    assert run(placed, 2, APART, one_host.lends) == [100.0, 100.0]
-
-
-def test_a_timeout_names_who_is_waited_for_and_harms_nothing() -> None:
-    (said, late), _ = run(placed, 2, APART, one_host.waits_in_vain)
-    assert "'w' on server 0 (" in said and "waits for worker 1 (" in said and "pid" in said
-    assert late == []
-
-
 def pulls_in_vain(me: Rank) -> list[float]:
     """A pull whose time is over writes nothing any more."""
-    with one_host.join(me) as kv:
+    with join(me) as kv:
         w, out = torch.zeros(5000), torch.full((5000,), -1.0)
         kv.init("w", w, update=ps.reduce("sum"))
         if me.rank == 0:
@@ -131,7 +70,7 @@ def test_a_pull_that_was_given_up_writes_nothing() -> None:
 def comes_from_elsewhere(me: Rank, listen: bool) -> str:
     """The founder is alone on its host; the other rank comes from another one."""
     if me.rank == 0:
-        with ps.join(me.store, rank=0, size=1, listen=listen, **one_host.SMALL) as kv:
+        with ps.join(me.store, rank=0, size=1, listen=listen, **SMALL) as kv:
             kv.init("w", torch.ones(10))
             me.meet("founded")
             me.meet("done")
@@ -174,7 +113,7 @@ def test_a_secret_file_counts(tmp_path: Any) -> None:
 def joins_with(me: Rank, folder: str) -> str:
     os.environ["RINGREDUCE_SECRET_FILE"] = f"{folder}/{me.rank}"
     with pytest.raises(SystemFailure) as raised:
-        one_host.join(me, timeout=10.0)
+        join(me, timeout=10.0)
     return str(raised.value)
 
 

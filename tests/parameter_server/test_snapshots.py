@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bodies.parameter_server import APART, NEAR, SMALL, gradient, join, placed
 from distributed.harness import Rank, Ranks, run
-from test_several_hosts import APART, placed
-from test_workers_and_servers import SMALL, gradient, join
 
 import ringreduce.parameter_server as ps
 from ringreduce import _C
@@ -97,13 +96,13 @@ def same(left: dict[str, Any], right: dict[str, Any]) -> None:
         assert value.tobytes() == right[key].tobytes(), key
 
 
-@pytest.mark.parametrize("servers", (1, 3, 4))
-def test_two_servers_loaded_on_others_bit_for_bit(servers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("hosts", "servers"), [(NEAR, 1), (NEAR, 3), (NEAR, 4), (APART, 3)])
+def test_two_servers_loaded_on_others_bit_for_bit(hosts: tuple[int, ...], servers: int, tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint")
-    (at, _), (other, _) = run(saves, 2, path)
+    (at, _), (other, _) = run(placed, 2, hosts, saves, path)
     same(at, other)
     assert [each.name for each in tmp_path.iterdir()] == ["checkpoint"]
-    for found, _ in run(restores, servers, path, False):
+    for found, _ in run(placed, servers, hosts, restores, path, False):
         same(found, at)
 
 
@@ -112,13 +111,6 @@ def test_training_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     (_, later), _ = run(saves, 2, path)
     for _, found in run(restores, 2, path, True):
         same(found, later)
-
-
-def test_over_tcp(tmp_path: Path) -> None:
-    path = str(tmp_path / "checkpoint")
-    (at, _), _ = run(placed, 2, APART, saves, path)
-    for found, _ in run(placed, 3, APART, restores, path, False):
-        same(found, at)
 
 
 def read_by_the_format(path: Path) -> dict[str, np.ndarray]:

@@ -6,13 +6,13 @@ import math
 import time
 from typing import Any
 
+import bodies.parameter_server as one_host
 import numpy as np
 import pytest
 import test_backups as backed_up
-import test_workers_and_servers as one_host
 import torch
+from bodies.parameter_server import COUNT, STEPS, gradient
 from distributed.harness import Rank, Ranks, run
-from test_workers_and_servers import COUNT, STEPS, gradient
 
 import ringreduce.parameter_server as ps
 from ringreduce.errors import InvalidArgument

@@ -1,8 +1,10 @@
-"""Workers and servers as real processes: bits, membership, and what happens when one is killed."""
+"""Workers and servers as real processes, on one host or on several: bits, membership, and what a killed one does.
+
+test_several_hosts.py has what is different where they reach each other by TCP.
+"""
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import signal
@@ -11,49 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from bodies.parameter_server import APART, NEAR, SMALL, alone, join, on_any_hosts, placed, train
 from distributed.harness import Rank, Ranks, run
 
 import ringreduce.parameter_server as ps
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, ServerLost
 
-SMALL = {"window": 4 << 20, "memory": 16 << 20, "block_bytes": 4096, "timeout": 30.0}
-
-
-def join(me: Rank, **options: Any) -> ps.KeyValue:
-    return ps.join(me.store, rank=me.rank, size=me.size, **(SMALL | options))
-
-
-def gradient(worker: int, step: int, count: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * worker + step)
-    return torch.randn(count, generator=generator)
-
-
 # ---- bits ------------------------------------------------------------------------------------------------------------
-
-COUNT, STEPS = 5000, 5  # five blocks, the last of another size
-
-
-def train(me: Rank, kind: Any, arguments: dict[str, Any], average: bool) -> list[Any]:
-    kept = []
-    with join(me) as kv:
-        w = torch.linspace(-1, 1, COUNT)
-        kv.init("w", w, update=ps.optimizer(kind, **arguments), mode=ps.sync(average=average))
-        for step in range(STEPS):
-            assert kv.push_pull("w", gradient(me.rank, step, COUNT), out=w).wait() == []
-            kept.append(w.numpy().copy())
-    return kept
-
-
-def alone(kind: Any, arguments: dict[str, Any], workers: int, average: bool = True, steps: int = STEPS) -> list[Any]:
-    parameter = torch.nn.Parameter(torch.linspace(-1, 1, COUNT))
-    optimizer = kind([parameter], **arguments)
-    kept = []
-    for step in range(steps):
-        total = functools.reduce(torch.add, [gradient(worker, step, COUNT) for worker in range(workers)])
-        parameter.grad = total / workers if average else total
-        optimizer.step()
-        kept.append(parameter.detach().numpy().copy())
-    return kept
 
 
 @pytest.mark.parametrize(
@@ -111,9 +77,10 @@ def history(me: Rank, mode: ps.Mode) -> list[list[float]]:
         return value.tolist()
 
 
+@on_any_hosts
 @pytest.mark.parametrize("mode", (ps.sync(), ps.asynchronous(), ps.ssp(0), ps.ssp(2)), ids=str)
-def test_every_pull_shows_its_history(mode: ps.Mode) -> None:
-    for final in run(history, 3, mode):
+def test_every_pull_shows_its_history(mode: ps.Mode, hosts: tuple[int, ...]) -> None:
+    for final in run(placed, 3, hosts, history, mode):
         assert final == [[1.0] * PUSHES] * 3
 
 
@@ -201,8 +168,9 @@ def with_late_worker(me: Rank) -> list[float]:
         return [float(w[0]), float(w[-1])]
 
 
-def test_a_worker_may_come_later() -> None:
-    assert run(with_late_worker, 3) == [[102.0, 102.0]] * 3
+@on_any_hosts
+def test_a_worker_may_come_later(hosts: tuple[int, ...]) -> None:
+    assert run(placed, 3, hosts, with_late_worker) == [[102.0, 102.0]] * 3
 
 
 def waits_in_vain(me: Rank) -> tuple[str, list[str]]:
@@ -226,8 +194,9 @@ def waits_in_vain(me: Rank) -> tuple[str, list[str]]:
         return said, late
 
 
-def test_a_timeout_names_who_is_waited_for_and_harms_nothing() -> None:
-    (said, late), _ = run(waits_in_vain, 2)
+@on_any_hosts
+def test_a_timeout_names_who_is_waited_for_and_harms_nothing(hosts: tuple[int, ...]) -> None:
+    (said, late), _ = run(placed, 2, hosts, waits_in_vain)
     assert "'w' on server 0 (" in said and "waits for worker 1 (" in said and "pid" in said
     assert late == []
 
@@ -308,9 +277,10 @@ def outlives_worker(me: Rank, mode: ps.Mode) -> float | None:
         return float(w[0])
 
 
+@on_any_hosts
 @pytest.mark.parametrize("mode", (ps.sync(), ps.asynchronous(), ps.ssp(1)), ids=lambda mode: mode.mode)
-def test_the_others_go_on_when_a_worker_is_killed(mode: ps.Mode) -> None:
-    with Ranks(outlives_worker, 3, mode) as ranks:
+def test_the_others_go_on_when_a_worker_is_killed(mode: ps.Mode, hosts: tuple[int, ...]) -> None:
+    with Ranks(placed, 3, hosts, outlives_worker, mode) as ranks:
         assert ranks.reports()[:2] == ["ready", "ready"]
         ranks.signal(2, signal.SIGKILL)
         values = ranks.results(but=(2,))
@@ -340,19 +310,15 @@ def outlives_server(me: Rank) -> tuple[str, float]:
     return str(raised.value), ended
 
 
-def kill_a_server(ranks: Ranks) -> None:
-    """Of two ranks that run `outlives_server`."""
-    ranks.reports()
-    time.sleep(0.2)
-    killed = ranks.signal(1, signal.SIGKILL)
-    ((said, ended),) = ranks.results(but=(1,))
+@on_any_hosts
+def test_a_killed_server_is_named_within_a_second_and_the_process_lives(hosts: tuple[int, ...]) -> None:
+    with Ranks(placed, 2, hosts, outlives_server) as ranks:
+        ranks.reports()
+        time.sleep(0.2)
+        killed = ranks.signal(1, signal.SIGKILL)
+        ((said, ended),) = ranks.results(but=(1,))
     assert said.startswith("server 1 (") and "has ended" in said
     assert ended - killed < 1.0
-
-
-def test_a_killed_server_is_named_within_a_second_and_the_process_lives() -> None:
-    with Ranks(outlives_server, 2) as ranks:
-        kill_a_server(ranks)
 
 
 # ---- windows ---------------------------------------------------------------------------------------------------------
@@ -379,8 +345,9 @@ def full_window(me: Rank) -> tuple[str, float]:
         return said, float(w[0])
 
 
-def test_a_full_window_makes_pushes_wait() -> None:
-    (said, value), (_, other) = run(full_window, 2)
+@pytest.mark.parametrize("hosts", [NEAR, (1, 0)], ids=["one host", "several hosts"])
+def test_a_full_window_makes_pushes_wait(hosts: tuple[int, ...]) -> None:
+    (said, value), (_, other) = run(placed, 2, hosts, full_window)
     assert "the window of 65536 bytes has had no room for 16384 in time" in said
     assert value == other == 8
 
@@ -401,8 +368,9 @@ def lends(me: Rank) -> float:
         return float(w.min())
 
 
-def test_tensors_in_the_window_are_lent_and_given_back() -> None:
-    assert run(lends, 2) == [100.0, 100.0]
+@on_any_hosts
+def test_tensors_in_the_window_are_lent_and_given_back(hosts: tuple[int, ...]) -> None:
+    assert run(placed, 2, hosts, lends) == [100.0, 100.0]
 
 
 def test_weights_and_dictionaries() -> None:
@@ -457,9 +425,10 @@ def closes(me: Rank) -> str:
     return said
 
 
-def test_a_worker_that_ends_by_an_error_ends_its_server_for_the_others_too() -> None:
-    said, _ = run(closes, 2)
-    assert said.startswith("server 1 (") and "has ended" in said
+@pytest.mark.parametrize(("hosts", "ended"), [(NEAR, "has ended"), (APART, "has ended: it has left")])
+def test_a_worker_that_ends_by_an_error_ends_its_server_for_the_others_too(hosts: tuple[int, ...], ended: str) -> None:
+    said, _ = run(placed, 2, hosts, closes)
+    assert said.startswith("server 1 (") and ended in said
 
 
 def worker_closes(me: Rank, forks: bool = False) -> float:
@@ -495,7 +464,7 @@ def worker_closes(me: Rank, forks: bool = False) -> float:
         return float(w[0])
 
 
-@pytest.mark.parametrize("forks", (False, True))
-def test_a_worker_that_closes_in_a_living_process_is_not_waited_for(forks: bool) -> None:
-    values = run(worker_closes, 3, forks)
+@pytest.mark.parametrize(("hosts", "forks"), [(NEAR, False), (NEAR, True), (APART, False)])
+def test_a_worker_that_closes_in_a_living_process_is_not_waited_for(hosts: tuple[int, ...], forks: bool) -> None:
+    values = run(placed, 3, hosts, worker_closes, forks)
     assert values[0] == values[1] in (2 + 10 + 1, 2 + 10 + 2)
