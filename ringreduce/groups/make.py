@@ -106,6 +106,8 @@ def create(opts: Any, pg_options: Options | None) -> _C.ProcessGroupRing:
     within = (world, of_world) if world else None
     with _exchange(opts.store, opts.group_rank, ranks, seconds_of(opts.timeout), within) as exchange:
         options, _ = resolve(pg_options)
+        if "torchrec" in sys.modules:
+            _warn_of_torchrec()
         if options.share_allocations:
             share_allocations()
         if options.transport != "gloo" and options.arena_bytes and not _may_have_gpus():
@@ -113,6 +115,14 @@ def create(opts: Any, pg_options: Options | None) -> _C.ProcessGroupRing:
             # the process, so where NCCL may be one of them it is left to the user.
             os.environ.setdefault("DDP_DISABLE_COMM_MEM", "0")
         return GroupSpec(exchange, opts.group_id, seconds_of(opts.timeout), options).make()
+
+
+@functools.cache  # once
+def _warn_of_torchrec() -> None:
+    log.warning(
+        "torchrec copies within a rank, instead of exchanging data, where torch calls a group's backend 'custom', as "
+        "it calls every backend that it does not come with; use backend 'gloo' for the groups that torchrec gets"
+    )
 
 
 @contextlib.contextmanager

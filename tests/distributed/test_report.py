@@ -11,11 +11,13 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from distributed.harness import Rank, run
+from processes import Logged
 from torch.profiler import ProfilerActivity, profile
 
 import ringreduce
@@ -280,3 +282,14 @@ def test_debug_lines(capfd: Any, tmp_path: Path) -> None:
     assert "[rank 0] made a group of ranks [0]" in life and "all_reduce #0" not in life
     assert "[ringreduce rank 0 of" in (lines := output(RINGREDUCE_DEBUG="2")) and "all_reduce #0 done" in lines
     assert "[rank 0] made a group of ranks [0]" in output(TORCH_LOGS="ringreduce.groups")
+
+
+def with_torchrec(me: Rank) -> list[str]:
+    logged = Logged("ringreduce.groups.make")
+    with mock.patch.dict(sys.modules, {"torchrec": mock.Mock()}), me.join():
+        dist.new_group()
+    return [text for text in logged.messages if "torchrec copies within a rank" in text]
+
+
+def test_users_of_torchrec_are_warned_once() -> None:
+    assert all(len(said) == 1 for said in run(with_torchrec, 2))
