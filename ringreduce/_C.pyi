@@ -169,6 +169,21 @@ class LinkCounters:
     round_trip: float
     resent: int
 
+class RankSeen:
+    rank: int
+    global_rank: int
+    pid: int
+    left: bool
+    entered: int
+    completed: int
+    waits_for: int
+    since_sign: float
+    call: str
+    number: int
+    recent: list[tuple[int, int]]
+
+def observe(memfd: int) -> list[RankSeen]: ...
+
 class ProcessGroupRing(Backend):
     def __init__(
         self,

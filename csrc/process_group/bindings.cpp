@@ -9,6 +9,7 @@
 #include <optional>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "engine/observe.h"
 #include "engine/probe.h"
 #include "kernels/accumulate.h"
 #include "parameter_server/bindings.h"
@@ -211,6 +212,23 @@ void bind_transport(py::module_& m) {
       });
   m.def("can_access",
         [](int thread, std::uint64_t address, std::uint64_t word) { return can_access({thread, address, word}); });
+}
+
+// What `ringreduce top` shows.
+void bind_observe(py::module_& m) {
+  py::class_<RankSeen> seen(m, "RankSeen");
+  seen.def_readonly("rank", &RankSeen::rank)
+      .def_readonly("global_rank", &RankSeen::global_rank)
+      .def_readonly("pid", &RankSeen::pid)
+      .def_readonly("left", &RankSeen::left)
+      .def_readonly("entered", &RankSeen::entered)
+      .def_readonly("completed", &RankSeen::completed)
+      .def_readonly("waits_for", &RankSeen::waits_for)
+      .def_property_readonly("since_sign", [](const RankSeen& its) { return seconds(its.since_sign); })
+      .def_readonly("call", &RankSeen::call)
+      .def_readonly("number", &RankSeen::number)
+      .def_readonly("recent", &RankSeen::recent);
+  m.def("observe", &observe, py::call_guard<py::gil_scoped_release>(), py::arg("memfd"));
 }
 
 void bind_settings(py::module_& m) {
@@ -419,6 +437,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_shared_word(m);
   parameter_server::bind(m, roots);
   bind_settings(m);
+  bind_observe(m);
   bind_roster(m);
   bind_group(m);
   bind_reports(m);

@@ -154,6 +154,9 @@ struct alignas(64) RankControl {
   std::atomic<std::int32_t> core;
   // 1 + the peer whose process this rank writes to at this moment; 0: none.
   std::atomic<std::int32_t> writes_to;
+  // For who looks from outside of the team.
+  std::atomic<std::int32_t> global_rank;
+  std::atomic<std::int64_t> pid;
 
   CallHistory calls;
 

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstring>
 #include <string>
+#include <utility>
 
 namespace ringreduce {
 
@@ -35,6 +36,12 @@ void Segment::cannot_take_part(const FileDescriptor& memfd, int rank, const Rank
   const auto* const bytes = reinterpret_cast<const std::byte*>(&record);
   if (pwrite(memfd.get(), bytes + kRest, kBytes, kRest) == static_cast<ssize_t>(kBytes))
     static_cast<void>(!pwrite(memfd.get(), bytes, sizeof(record.state), offsetof(AbortRecord, state)));
+}
+
+void Segment::show(FileDescriptor memfd) {
+  header().geometry = layout_;
+  header().format.store(kFormat, std::memory_order_release);
+  shown_ = std::move(memfd);
 }
 
 Segment::~Segment() { munmap(base_, bytes_); }

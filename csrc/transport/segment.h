@@ -18,7 +18,12 @@ class Segment {
     AbortRecord abort;
     // 1: some rank could not access the memory of another any more, so nothing is lent from a process from now on.
     alignas(64) std::atomic<std::uint32_t> copies;
+    // For who reads the segment from outside of the team: kFormat once `geometry` is there.
+    alignas(64) std::atomic<std::uint64_t> format;
+    Geometry geometry;
   };
+  // Changes with whatever a reader from outside relies on.
+  static constexpr std::uint64_t kFormat = 0x72696e6700000001 + (sizeof(RankControl) << 8);
   static constexpr std::size_t kHeaderBytes = round_up(sizeof(Header), kPage);
 
   // Maps `memfd`, of geometry.segment_bytes() zero bytes.
@@ -27,15 +32,20 @@ class Segment {
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
 
+  // Lets processes outside of the team read the segment (engine/observe.h). They find it by a descriptor that this one
+  // keeps: `memfd`, of one rank of the host.
+  void show(FileDescriptor memfd);
+
   // For a rank that has met the others and then cannot map what they share: they find the reason as the team's error.
   static void cannot_take_part(const FileDescriptor& memfd, int rank, const RankName& name, const Error& error);
 
   const Layout& layout() const { return layout_; }
   AbortRecord& abort_record() const { return header().abort; }
   std::atomic<std::uint32_t>& copies() const { return header().copies; }
-  Region region(int rank) const {
-    return {base_ + kHeaderBytes + layout_.region_bytes * static_cast<std::size_t>(rank), layout_};
+  static std::size_t offset_of(int rank, const Layout& layout) {
+    return kHeaderBytes + layout.region_bytes * static_cast<std::size_t>(rank);
   }
+  Region region(int rank) const { return {base_ + offset_of(rank, layout_), layout_}; }
 
  private:
   Header& header() const { return *reinterpret_cast<Header*>(base_); }
@@ -43,6 +53,7 @@ class Segment {
   const Layout layout_;
   const std::size_t bytes_;
   std::byte* base_;
+  FileDescriptor shown_;
 };
 
 }  // namespace ringreduce

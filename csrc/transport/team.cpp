@@ -45,6 +45,8 @@ Team::Team(Own own)
   fate_.watch(own_.rank, {.name = own_.name, .region = region_});
   if (own_.connect) links_ = std::make_unique<Links>(own_.rank, layout_, region_, fate_, own_.connect);
   region_.control().waiting_for.store(-1, std::memory_order_relaxed);
+  region_.control().pid.store(own_.name.pid, std::memory_order_relaxed);
+  region_.control().global_rank.store(own_.name.global < 0 ? own_.rank : own_.name.global, std::memory_order_relaxed);
   region_.control().state.store(RankState::live, std::memory_order_release);
 }
 
@@ -156,7 +158,7 @@ std::string Team::way_to(int rank) const {
 }
 
 std::shared_ptr<Team> team_of(Roster roster) {
-  const FileDescriptor memfd(roster.memfd);
+  FileDescriptor memfd(roster.memfd);
   const std::size_t ranks = roster.geometry.ranks;
   std::vector<FileDescriptor> pidfds = owned(roster.pidfds, ranks), arenas = owned(roster.arenas, ranks);
   const RankName own = roster.names.at(static_cast<std::size_t>(roster.rank));
@@ -179,6 +181,9 @@ std::shared_ptr<Team> team_of(Roster roster) {
                                         .pidfd = std::move(pidfds[r]),
                                         .thread = r < roster.threads.size() ? roster.threads[r] : 0,
                                         .arena = std::move(arenas[r])});
+    std::size_t first = 0;  // of the ranks on this host
+    while (is_elsewhere(first)) ++first;
+    if (static_cast<int>(first) == roster.rank) segment->show(std::move(memfd));
     return team;
   } catch (const Error& error) {
     Segment::cannot_take_part(memfd, roster.rank, own, error);

@@ -41,6 +41,7 @@ COMMANDS = {
     "info": "versions, every knob with its origin, and what runs for which size",
     "keep": "run a rank, and again when it dies, without the launcher's knowing",
     "serve": "serve tensors by name to workers, as one of the servers of a parameter server",
+    "top": "what each rank of this host does now, and whom the others wait for",
     "trace": "the flight records of all ranks as one trace, and who was waited for",
     "tune": "measure what runs best for which size, and keep it for this machine",
 }

@@ -1,0 +1,114 @@
+"""`ringreduce top`: groups as another process sees them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed.harness import Rank, Ranks
+from distributed.harness import _store as the_store
+from processes import deadline
+
+from ringreduce.cli import top
+
+
+def waits_and_calls(me: Rank) -> None:
+    with me.join():
+        dist.all_reduce(torch.ones(1000))
+        me.report(os.getpid())
+        me.store.wait(["looked"])
+        if me.rank == 1:
+            me.store.wait(["rank 1 may go on"])
+        dist.all_reduce(torch.ones(2000))
+        me.store.wait(["the end"])
+
+
+def of(pids: list[int], groups: dict[int, list[top.Rank]]) -> list[top.Rank]:
+    """The ranks of the one group that these processes have. Other tests may have groups at the same time."""
+    found = [ranks for ranks in groups.values() if {rank.pid for rank in ranks} & set(pids)]
+    return found[0] if found else []
+
+
+def seen_until(pids: list[int], watch: top.Watch, said: str) -> list[top.Rank]:
+    """What is seen once the verdict has these words."""
+    until = time.monotonic() + deadline()
+    while said not in top.verdict(ranks := of(pids, watch.look())):
+        assert time.monotonic() < until, ranks
+        time.sleep(0.1)
+    return ranks
+
+
+def test_the_rank_that_is_waited_for_is_named() -> None:
+    watch = top.Watch()
+    with Ranks(waits_and_calls, 3) as ranks:
+        store = dist.PrefixStore(ranks.prefix, the_store())
+        pids = ranks.reports()
+        idle = of(pids, watch.look())
+        assert [each.rank for each in idle] == [0, 1, 2] and [each.pid for each in idle] == pids
+        assert {each.state for each in idle} == {"between calls"} and top.verdict(idle) == ""
+        assert {each.call for each in idle} == {"all_reduce(count=1000, dtype=float32, op=sum) #1"}
+        store.set("looked", "")
+        waiting = seen_until(pids, watch, "ranks 0, 2 wait for rank 1")
+        assert f"(pid {pids[1]}), which is between calls" in top.verdict(waiting)
+        assert waiting[0].state == waiting[2].state == "waits" and waiting[0].waits_for == waiting[2].waits_for == 1
+        assert waiting[0].call == "all_reduce(count=2000, dtype=float32, op=sum) #2"
+        ranks.signal(1, signal.SIGSTOP)
+        stopped = seen_until(pids, watch, "which is stopped")
+        assert stopped[1].state == "stopped"
+        text = top.prometheus({7: stopped})
+        assert f'ringreduce_stopped{{group="7",rank="1",pid="{pids[1]}"}} 1' in text
+        assert f'ringreduce_waits{{group="7",rank="0",pid="{pids[0]}"}} 1' in text
+        assert all(re.fullmatch(r"# (HELP|TYPE) .+|ringreduce_\w+\{.+\} \S+", line) for line in text.splitlines())
+        ranks.signal(1, signal.SIGCONT)
+        store.set("rank 1 may go on", "")
+        gone_on = waiting
+        while any(each.state != "between calls" for each in gone_on):
+            time.sleep(0.1)
+            gone_on = of(pids, watch.look())
+        assert all(each.call.endswith("#2") for each in gone_on)
+        store.set("the end", "")
+        ranks.results()
+    assert of(pids, watch.look()) == []
+
+
+def calls_all_the_time(me: Rank) -> None:
+    with me.join():
+        me.report(os.getpid())
+        ended = torch.zeros(1)
+        while not ended:
+            dist.all_reduce(torch.ones(1000))
+            ended.fill_(float(me.rank == 0 and me.store.check(["the end"])))
+            dist.all_reduce(ended)
+
+
+def test_rates_and_the_command() -> None:
+    command = [sys.executable, "-m", "ringreduce", "top", "--once", "--interval", "0.5"]
+    with Ranks(calls_all_the_time, 2) as ranks:
+        store = dist.PrefixStore(ranks.prefix, the_store())
+        pids = ranks.reports()
+        done = subprocess.run([*command, "--json"], capture_output=True, check=True, timeout=deadline())
+        (group,) = [each for each in json.loads(done.stdout) if each["ranks"][0]["pid"] == pids[0]]
+        for each in group["ranks"]:
+            assert each["calls_per_s"] > 0 and 0 < each["bytes_per_s"] <= each["calls_per_s"] * 4000
+        shown = subprocess.run(command, capture_output=True, check=True, timeout=deadline(), text=True).stdout
+        assert all(str(pid) in shown for pid in pids) and "\x1b" not in shown
+        store.set("the end", "")
+        ranks.results()
+
+
+@pytest.mark.parametrize("content", [b"", b"no group", bytes(4096), b"\1" * 10_000])
+def test_memory_that_is_no_groups_is_passed_over(content: bytes) -> None:
+    memfd = os.memfd_create("ringreduce")
+    try:
+        os.write(memfd, content)
+        assert os.fstat(memfd).st_ino not in top.Watch().look()
+    finally:
+        os.close(memfd)
