@@ -166,7 +166,7 @@ def verdict(ranks: list[Rank]) -> str:
 
 
 def _which(its: Rank) -> str:
-    return its.state if its.state.startswith("has") else f"is {its.state} for {time_text(its.since)}"
+    return its.state if its.state.startswith("has") else f"has been {its.state} for {time_text(its.since)}"
 
 
 def _show(groups: dict[int, list[Rank]], clear: bool) -> None:
@@ -180,7 +180,8 @@ def _show(groups: dict[int, list[Rank]], clear: bool) -> None:
                      right=("rank", "pid", "since", "waits for", "calls/s", "bytes/s"))  # fmt: skip
         for its in ranks:
             waits_for = "" if its.waits_for is None else str(its.waits_for)
-            rows.add_row(str(its.rank), str(its.pid), its.state, time_text(its.since), waits_for,
+            since = time_text(its.since) if its.since else ""
+            rows.add_row(str(its.rank), str(its.pid), its.state, since, waits_for,
                          f"{its.calls_per_s:.0f}", bytes_text(its.bytes_per_s), its.call)  # fmt: skip
         to.print(rows)
         if said := verdict(ranks):

@@ -57,11 +57,11 @@ def test_the_rank_that_is_waited_for_is_named() -> None:
         assert {each.call for each in idle} == {"all_reduce(count=1000, dtype=float32, op=sum) #1"}
         store.set("looked", "")
         waiting = seen_until(pids, watch, "ranks 0, 2 wait for rank 1")
-        assert f"(pid {pids[1]}), which is between calls" in top.verdict(waiting)
+        assert f"(pid {pids[1]}), which has been between calls" in top.verdict(waiting)
         assert waiting[0].state == waiting[2].state == "waits" and waiting[0].waits_for == waiting[2].waits_for == 1
         assert waiting[0].call == "all_reduce(count=2000, dtype=float32, op=sum) #2"
         ranks.signal(1, signal.SIGSTOP)
-        stopped = seen_until(pids, watch, "which is stopped")
+        stopped = seen_until(pids, watch, "which has been stopped")
         assert stopped[1].state == "stopped"
         text = top.prometheus({7: stopped})
         assert f'ringreduce_stopped{{group="7",rank="1",pid="{pids[1]}"}} 1' in text
