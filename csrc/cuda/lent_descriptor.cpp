@@ -7,11 +7,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <chrono>
 #include <cstddef>
 #include <cstring>
 
+#include "core/descriptors.h"
 #include "core/error.h"
 #include "core/threads.h"
 
@@ -106,14 +108,8 @@ void LentDescriptor::serve() const {
       continue;
     }
     if (!is_of_this_user(connection)) continue;
-    Message message;
-    cmsghdr* const control = CMSG_FIRSTHDR(&message.header);
-    control->cmsg_level = SOL_SOCKET;
-    control->cmsg_type = SCM_RIGHTS;
-    control->cmsg_len = CMSG_LEN(sizeof(int));
-    const int fd = lent_.get();
-    std::memcpy(CMSG_DATA(control), &fd, sizeof(fd));
-    (void)sendmsg(connection.get(), &message.header, MSG_NOSIGNAL | MSG_DONTWAIT);
+    const char byte = 0;
+    (void)send_message(connection.get(), &byte, sizeof(byte), std::array{lent_.get()});
   }
 }
 

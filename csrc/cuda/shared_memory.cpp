@@ -15,6 +15,7 @@
 #include <random>
 #include <utility>
 
+#include "core/arithmetic.h"
 #include "cuda/lent_descriptor.h"
 
 namespace ringreduce::cuda {
@@ -27,8 +28,6 @@ constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 44;
 constexpr std::size_t kBlock = std::size_t{2} << 20;
 
 constexpr const char *kGpu = "gpu", *kWords = "words";  // descriptors that are lent
-
-constexpr std::size_t round_up(std::size_t n, std::size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 // This host since it was started: its boot id.
 std::uint64_t this_host() {

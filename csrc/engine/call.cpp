@@ -12,13 +12,6 @@ Operation operation_named(std::string_view wanted) {
   return static_cast<Operation>(found - kOperationNames.begin());
 }
 
-std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {
-  std::uint64_t z = hash + value + 0x9e3779b97f4a7c15u;
-  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-  return z ^ (z >> 31);
-}
-
 std::uint64_t fingerprint(const Call& call, std::uint64_t seq, std::uint64_t plan_digest, std::uint64_t before) {
   const std::uint64_t kinds = static_cast<std::uint64_t>(call.operation) << 48 |
                               static_cast<std::uint64_t>(call.dtype) << 40 |

@@ -8,6 +8,7 @@
 #include <string>
 #include <string_view>
 
+#include "core/arithmetic.h"
 #include "core/call_header.h"
 #include "core/clock.h"
 #include "core/error.h"
@@ -65,8 +66,8 @@ struct Call {
 // the group's sequence of calls, and have made the same calls `before`: the fingerprint of the call before this one.
 std::uint64_t fingerprint(const Call& call, std::uint64_t seq, std::uint64_t plan_digest, std::uint64_t before = 0);
 
-// Mixes `value` into `hash` (splitmix64's finalizer; Steele, Lea and Flood 2014).
-std::uint64_t mix(std::uint64_t hash, std::uint64_t value);
+// Mixes `value` into `hash`.
+constexpr std::uint64_t mix(std::uint64_t hash, std::uint64_t value) { return mixed(hash + value); }
 
 // "all_reduce seq 7"
 std::string title(const Call& call, std::uint64_t seq);

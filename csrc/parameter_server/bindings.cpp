@@ -15,7 +15,6 @@
 #include <string_view>
 
 #include "core/error.h"
-#include "kernels/accumulate.h"
 #include "parameter_server/client.h"
 #include "parameter_server/server.h"
 #include "process_group/keywords.h"
@@ -212,27 +211,13 @@ std::shared_ptr<Server> make_server(std::size_t capacity, PythonFunction functio
 }
 
 // A method that takes the members of a struct by their names.
-template <class Struct>
-auto by_keywords(void (Server::*method)(const Struct&)) {
+template <class Struct, class R>
+auto by_keywords(R (Server::*method)(const Struct&)) {
   return [method](Server& server, const py::kwargs& members) {
     const auto made = from_keywords<Struct>(members);
     const py::gil_scoped_release released;
-    (server.*method)(made);
+    return (server.*method)(made);
   };
-}
-
-std::pair<BlockId, std::size_t> create(Server& server, const py::kwargs& members) {
-  const auto spec = from_keywords<BlockSpec>(members);
-  const std::string dtype(name(spec.dtype));
-  if (moves_only(spec.dtype)) throw Error(ErrorKind::invalid_argument, "a parameter server has no values of " + dtype);
-  const bool floats = spec.dtype == DType::float32 || spec.dtype == DType::float64;
-  if (spec.width > 0 && (!floats || !spec.rule.native(spec.dtype)))
-    throw Error(ErrorKind::invalid_argument, "a table of " + dtype + " has no such update");
-  if (spec.rule.kind == Rule::Kind::reduce && !kernels::supports(spec.dtype, spec.rule.op))
-    throw Error(ErrorKind::invalid_argument,
-                "there is no reduction '" + std::string(name(spec.rule.op)) + "' of " + dtype);
-  const py::gil_scoped_release released;
-  return server.create(spec);
 }
 
 Rule rule_of(const py::dict& members) { return from_keywords<Rule>(py::kwargs(members)); }
@@ -320,7 +305,7 @@ void bind_server(py::module_& m, Roots roots) {
       .def("join_far", &Server::join_far, no_gil, py::kw_only(), py::arg("id"), py::arg("group"), py::arg("window"),
            py::arg("name") = "")
       .def("connect", &Server::connect, no_gil, py::arg("worker"), py::arg("socket"), py::arg("path"))
-      .def("create", &create)
+      .def("create", by_keywords(&Server::create))
       .def_static("journal", [] { return Journal::make().release(); })
       .def("lead", by_keywords(&Server::lead))
       .def("follow", by_keywords<PartnerSpec>(&Server::follow))
@@ -378,25 +363,17 @@ auto push(Client& client, const Tensors& tensors, std::int32_t priority, double 
   return client.push(pushed, {priority, weight, duration(timeout)});
 }
 
+std::shared_ptr<Client> make_client(WorkerId worker, std::size_t servers, std::size_t data) {
+  return {new Client(worker, servers, data, look_for_ctrl_c), [](Client* client) {
+            const py::gil_scoped_release released;  // the destructor waits for connections to other hosts
+            delete client;
+          }};
+}
+
 void bind_client(py::module_& m) {
   const py::arg_v timeout = py::arg("timeout") = py::none();
-  py::class_<Parts>(m, "ParameterParts")
-      .def(py::init<const std::vector<Parts::Tuple>&, const std::string&, const std::string&>(), py::arg("parts"),
-           py::kw_only(), py::arg("push_wire") = "float32", py::arg("pull_wire") = "float32");
-  py::class_<Call, std::shared_ptr<Call>>(m, "ParameterCall")
-      .def_property_readonly("went_well", &went_well)
-      .def_readonly("asked", &Call::asked)
-      .def_property_readonly("versions", &new_versions)
-      .def("drop_new_values", [](Call& call) { call.new_values.to = nullptr; })
-      .def_property_readonly("answers", &answers);
   py::class_<Client, std::shared_ptr<Client>>(m, "ParameterClient")
-      .def(py::init([](WorkerId worker, std::size_t servers, std::size_t data) {
-             return std::shared_ptr<Client>(new Client(worker, servers, data, look_for_ctrl_c), [](Client* client) {
-               const py::gil_scoped_release released;  // the destructor waits for connections to other hosts
-               delete client;
-             });
-           }),
-           py::arg("worker"), py::arg("servers"), py::arg("data"))
+      .def(py::init(&make_client), py::arg("worker"), py::arg("servers"), py::arg("data"))
       .def_property_readonly("window", &Client::window)
       .def_property_readonly("window_bytes", &Client::window_bytes)
       .def(
@@ -419,9 +396,9 @@ void bind_client(py::module_& m) {
       .def("connect", &Client::connect, no_gil, py::arg("server"), py::arg("socket"), py::arg("path"),
            py::arg("replica") = 0)
       .def("allocate",
-           [](std::shared_ptr<Client> client, std::size_t bytes) {
-             std::byte* const at = client->allocate(bytes);
-             return array_of(at, bytes, [client, at] { client->release(at); });
+           [](Client& client, std::size_t bytes) {
+             const OwnWindow::Piece piece = client.allocate(bytes);
+             return array_of(piece.get(), bytes, [piece] {});
            })
       .def("push", &push, no_gil, py::arg("tensors"), py::kw_only(), py::arg("priority") = 0, py::arg("weight") = 1.0,
            timeout)
@@ -451,7 +428,16 @@ void bind_client(py::module_& m) {
       .def("unanswered_push", &Client::unanswered_push);
 }
 
-void bind_rows(py::module_& m) {
+void bind_calls_and_rows(py::module_& m) {
+  py::class_<Parts>(m, "ParameterParts")
+      .def(py::init<const std::vector<Parts::Tuple>&, const std::string&, const std::string&>(), py::arg("parts"),
+           py::kw_only(), py::arg("push_wire") = "float32", py::arg("pull_wire") = "float32");
+  py::class_<Call, std::shared_ptr<Call>>(m, "ParameterCall")
+      .def_property_readonly("went_well", &went_well)
+      .def_readonly("asked", &Call::asked)
+      .def_property_readonly("versions", &new_versions)
+      .def("drop_new_values", [](Call& call) { call.new_values.to = nullptr; })
+      .def_property_readonly("answers", &answers);
   const py::arg_v timeout = py::arg("timeout") = py::none();
   py::class_<RowSet>(m, "ParameterRows")
       .def_property_readonly("count", &RowSet::count)
@@ -495,23 +481,16 @@ void bind_rows(py::module_& m) {
 void bind(py::module_& m, Roots roots) {
   bind_specifications(m);
   bind_server(m, roots);
+  bind_calls_and_rows(m);
   bind_client(m);
-  bind_rows(m);
   // For tests of the rules: computes one update of `count` elements.
   m.def(
       "parameter_update",
       [roots](const py::dict& rule, DType dtype, std::uint64_t step, std::size_t count, std::byte* value,
               std::byte* gradient, std::byte* out, const std::vector<std::byte*>& state) {
-        Update of;
-        of.step = step;
-        of.count = count;
-        of.value = value;
-        of.gradient = gradient;
-        of.out = out;
-        std::copy_n(state.begin(), std::min<std::size_t>(state.size(), 3), of.state);
         std::vector<std::byte> scratch(count * size_of(dtype));
-        of.scratch = scratch.data();
-        of.roots = roots;
+        Update of{step, count, 1, value, gradient, out, {}, scratch.data(), roots};
+        std::copy_n(state.begin(), std::min<std::size_t>(state.size(), std::size(of.state)), of.state);
         update(rule_of(rule), dtype, of);
       },
       py::arg("rule"), py::arg("dtype"), py::arg("step"), py::arg("count"), py::arg("value"), py::arg("gradient"),

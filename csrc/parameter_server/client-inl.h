@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "core/atomics.h"
+#include "core/descriptors.h"
 #include "core/error.h"
 #include "parameter_server/client.h"
 #include "parameter_server/server.h"
@@ -22,11 +23,12 @@ inline constexpr Nanoseconds kLookForCtrlC = 100 * kMillisecond;
 inline constexpr int kLooks = 200, kYields = 50;     // a waiting thread polls, then yields so often before it sleeps
 inline constexpr std::uint32_t kNobody = INT32_MAX;  // the wire address of a server that no replica serves yet
 
-// The data of a request, `bytes` bytes at `offset` in the window. The reply releases `piece`, the allocation that the
-// data lies in.
+// The data of a request, `bytes` bytes at `offset` in the window's data. Holds the piece that it is in.
 struct Client::InWindow : Payload {
-  InWindow(std::size_t piece, std::size_t offset, std::size_t bytes) : piece(piece), offset(offset), bytes(bytes) {}
-  std::size_t piece, offset, bytes;
+  InWindow(const OwnWindow& window, OwnWindow::Piece its, const std::byte* at, std::size_t bytes)
+      : piece(std::move(its)), offset(static_cast<std::size_t>(at - window.data())), bytes(bytes) {}
+  const OwnWindow::Piece piece;
+  const std::size_t offset, bytes;
 };
 
 // Whether a call has so many bytes that it should be copied past the caches.
@@ -55,7 +57,7 @@ struct Client::Near {
     return *reinterpret_cast<const BlockWords*>(values.at(part.offset));
   }
   const ValuesHeader& header() const { return *reinterpret_cast<const ValuesHeader*>(values.at()); }
-  bool ended() const { return header().ended.load(std::memory_order_seq_cst) != 0 || has_ended(pidfd.get()); }
+  bool ended() const { return header().ended.load(std::memory_order_seq_cst) != 0 || has_gone(pidfd.get()); }
   bool serves() const { return header().serves.load(std::memory_order_seq_cst) != 0; }
   bool over() const { return bell().over.load(std::memory_order_seq_cst) != 0; }
   void ask(const RequestSlot& slot) {
@@ -83,6 +85,12 @@ struct Client::Sent {
 
 // A request in the queue to another host.
 struct Client::Item : Sent {
+  Item(std::shared_ptr<Call> call, RequestKind kind, BlockId block = 0) : Sent{std::move(call)} {
+    request.kind = kind;
+    request.block = block;
+  }
+  Item(Sent sent, Request again) : Sent(std::move(sent)), request(std::move(again)) {}
+
   const InWindow* data() const { return static_cast<const InWindow*>(request.payload.get()); }
   // Pulls go first: they are short, and the values can come back while other data is being pushed.
   std::int32_t urgency() const { return request.kind == RequestKind::pull ? INT32_MAX : request.priority; }

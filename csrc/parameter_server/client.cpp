@@ -14,9 +14,8 @@ Client::Client(WorkerId worker, std::size_t servers, std::size_t data, std::func
     : interrupt_(std::move(interrupt)),
       worker_(worker),
       servers_(servers),
-      window_fd_(make_memory("ringreduce window", lanes_bytes(servers) + aligned(data))),
-      window_(std::make_unique<Mapping>(window_fd_.get(), lanes_bytes(servers) + aligned(data), true)),
-      bell_(reinterpret_cast<Bell*>(window_->at())),
+      window_(std::make_shared<OwnWindow>(servers, data)),
+      bell_(&window_->bell()),
       peers_(servers) {
   int ends[2];
   if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends) != 0)
@@ -43,9 +42,9 @@ std::pair<WorkerWire*, Server*> Client::shared() {
 }
 
 void Client::attach(std::uint32_t server, const ServerSpec& spec) {
-  auto* const lane = reinterpret_cast<Lane*>(window_->at(sizeof(Bell) + server * sizeof(Lane)));
-  auto near = std::make_shared<Near>(spec, lane);
-  lane->turn.store(spec.turn, std::memory_order_release);
+  Lane& lane = window_->lane(server);
+  auto near = std::make_shared<Near>(spec, &lane);
+  lane.turn.store(spec.turn, std::memory_order_release);
   const Lock lock(mutex_);
   peers_.at(server) = std::make_unique<Peer>(
       Peer{.name = spec.name, .session = Session(worker_), .near = std::move(near), .address = server});
@@ -89,61 +88,26 @@ Client::Peer& Client::peer(std::uint32_t server) const {
   return *peers_[server];
 }
 
-// ---- The window's memory ------------------------------------------------------------------------------------------
-
-std::size_t Client::find_room(std::size_t bytes) {
-  std::size_t begin = 0;
-  for (const auto& [offset, piece] : pieces_) {
-    if (offset - begin >= bytes) break;
-    begin = offset + aligned(piece.bytes);
-  }
-  return begin <= data_bytes() && data_bytes() - begin >= bytes ? begin : SIZE_MAX;
+// Waits for room in the window, and takes it.
+OwnWindow::Piece Client::take_room(Hold& hold, std::size_t bytes, Nanoseconds timeout) {
+  OwnWindow::Piece piece;
+  if (wait_until(hold, timeout, [&] { return (piece = window_->take(bytes)) != nullptr; })) return piece;
+  std::string busy;
+  for (const auto& each : peers_)
+    if (each != nullptr && !each->pushes.empty()) busy += (busy.empty() ? "" : ", ") + each->name;
+  throw Error(ErrorKind::timeout,
+              "the window of " + std::to_string(window_->data_bytes()) + " bytes has had no room for " +
+                  std::to_string(bytes) + " in time: " + std::to_string(window_->pieces()) +
+                  " tensors and pushes are in it" + (busy.empty() ? "" : ", and pushes wait for " + busy));
 }
 
-void Client::drop(std::size_t offset) {
-  const auto found = pieces_.find(offset);
-  if (--found->second.uses == 0) pieces_.erase(found);
-}
-
-// Returns the offset of the piece that contains `offset`; SIZE_MAX: none does.
-std::size_t Client::piece_with(std::size_t offset) const {
-  auto after = pieces_.upper_bound(offset);
-  if (after == pieces_.begin()) return SIZE_MAX;
-  --after;
-  return offset < after->first + aligned(after->second.bytes) ? after->first : SIZE_MAX;
-}
-
-// Waits for room in the window, and allocates it.
-std::size_t Client::take_room(Hold& hold, std::size_t bytes, Nanoseconds timeout) {
-  std::size_t piece = SIZE_MAX;
-  if (!wait_until(hold, timeout, [&] { return (piece = find_room(bytes)) != SIZE_MAX; })) {
-    std::string busy;
-    for (const auto& each : peers_)
-      if (each != nullptr && !each->pushes.empty()) busy += (busy.empty() ? "" : ", ") + each->name;
-    throw Error(ErrorKind::timeout, "the window of " + std::to_string(data_bytes()) + " bytes has had no room for " +
-                                        std::to_string(bytes) + " in time: " + std::to_string(pieces_.size()) +
-                                        " tensors and pushes are in it" +
-                                        (busy.empty() ? "" : ", and pushes wait for " + busy));
-  }
-  pieces_[piece] = {bytes, 1};
-  return piece;
-}
-
-std::byte* Client::allocate(std::size_t bytes) {
+OwnWindow::Piece Client::allocate(std::size_t bytes) {
   const Lock lock(of_this_process().mutex_);
   take_replies();
-  const std::size_t wanted = std::max<std::size_t>(bytes, 1), offset = find_room(wanted);
-  if (offset == SIZE_MAX)
-    throw Error(ErrorKind::system, "no " + std::to_string(bytes) + " bytes in one piece are left of the window's " +
-                                       std::to_string(data_bytes()) + "; free tensors, or join with a larger window=");
-  pieces_[offset] = {wanted, 1};
-  return data() + offset;
-}
-
-void Client::release(std::byte* piece) {
-  if (fork_.forked()) return;
-  const Lock lock(mutex_);
-  drop(static_cast<std::size_t>(piece - data()));
+  if (auto piece = window_->take(bytes)) return piece;
+  throw Error(ErrorKind::system, "no " + std::to_string(bytes) + " bytes in one piece are left of the window's " +
+                                     std::to_string(window_->data_bytes()) +
+                                     "; free tensors, or join with a larger window=");
 }
 
 // ---- Replies ------------------------------------------------------------------------------------------------------
@@ -178,7 +142,6 @@ void Client::take_reply(std::uint32_t server, const ReplySlot& slot) {
   Peer& from = peer(server);
   const auto request = from.session.take({worker_, slot.number, slot.outcome, slot.version, 0});
   if (!request) return;
-  if (request->payload) drop(static_cast<const InWindow&>(*request->payload).piece);
   if (request->kind == RequestKind::push && --from.pushes[request->block] == 0) from.pushes.erase(request->block);
   if (request->kind == RequestKind::pull && from.near == nullptr) from.session.read(request->block, slot.version);
   const auto call = from.calls.extract(slot.number);
@@ -217,13 +180,8 @@ void Client::lose(std::uint32_t server, const std::string& why) {
   for (const auto& [number, sent] : lost.calls) sent.call->lost = static_cast<int>(server);
   lost.calls.clear();
   lost.pushes.clear();
-  for (const Request& request : lost.session.unanswered())
-    if (request.payload) drop(static_cast<const InWindow&>(*request.payload).piece);
   lost.session = Session(worker_);
-  for (const Item& item : lost.queue) {
-    item.call->lost = static_cast<int>(server);
-    if (item.data() != nullptr && item.request.number == 0) drop(item.data()->piece);
-  }
+  for (const Item& item : lost.queue) item.call->lost = static_cast<int>(server);
   lost.queue.clear();
 }
 
@@ -291,24 +249,16 @@ std::optional<std::pair<std::uint32_t, BlockId>> Client::unanswered_push() const
 
 // ---- Requests -----------------------------------------------------------------------------------------------------
 
-// Waits until the session has room, and sends a request. Releases its data if it fails.
+// Waits until the session has room, and sends a request.
 void Client::put(Hold& hold, std::uint32_t server, Item item, Nanoseconds timeout) {
   Peer& to = peer(server);
-  bool ready = false;
-  try {
-    ready = wait_until(hold, timeout, [&] { return !to.alive || to.session.has_room(to.queue.size()); });
-  } catch (...) {
-    if (item.data() != nullptr) drop(item.data()->piece);
-    throw;
-  }
-  if (!to.alive || !ready) {
-    if (item.data() != nullptr) drop(item.data()->piece);
-    if (!to.alive) throw_lost(server);
+  const bool ready = wait_until(hold, timeout, [&] { return !to.alive || to.session.has_room(to.queue.size()); });
+  if (!to.alive) throw_lost(server);
+  if (!ready)
     throw Error(ErrorKind::timeout,
                 to.name + " has not answered " + std::to_string(to.session.outstanding() + to.queue.size()) +
                     " requests, the most that may be under way, in time",
                 static_cast<int>(server));
-  }
   const BlockId block = item.request.block;
   if (item.request.kind == RequestKind::push) ++to.pushes[block];
   ++item.call->unanswered;
@@ -367,7 +317,7 @@ void Client::feed(std::uint32_t server) {
       const FrameHeader header =
           packed({.kind = WireKind::data, .bytes = static_cast<std::uint32_t>(bytes), .seq = at, .tag = next->tag},
                  next->packing);
-      connections.send(id, {header, this->data() + data->offset + wire_bytes(next->packing, at - data->offset)});
+      connections.send(id, {header, window_->data() + data->offset + wire_bytes(next->packing, at - data->offset)});
       continue;
     }
     Item item = std::move(*next);
@@ -378,7 +328,7 @@ void Client::feed(std::uint32_t server) {
       wire_->expect(to.address, slot.number, item.into, item.bytes);
       item.call->pulls.emplace_back(server, slot.number);
     }
-    Frame frame = frame_with(WireKind::request, &slot, sizeof slot);
+    Frame frame = frame_of(WireKind::request, bytes_of(slot));
     frame.header.tag = item.tag;
     connections.send(id, std::move(frame));
   }
@@ -390,12 +340,9 @@ std::shared_ptr<Call> Client::change(const std::vector<Part>& parts, std::uint64
   Hold hold(*this);
   for (const Part& part : parts) {
     if (!peer(part.server).alive) throw_lost(part.server);
-    Item item;
-    item.request.kind = RequestKind::change;
-    item.request.block = part.block;
+    Item item(call, RequestKind::change, part.block);
     item.request.pulled = place;
     item.request.weight = number;
-    item.call = call;
     put(hold, part.server, std::move(item), timeout);
   }
   return call;
@@ -407,10 +354,7 @@ std::shared_ptr<Call> Client::pull(const std::vector<Part>& parts, std::byte* te
   Hold hold(*this);
   try {
     for (const Part& part : parts) {
-      Item item;
-      item.request.kind = RequestKind::pull;
-      item.request.block = part.block;
-      item.call = call;
+      Item item(call, RequestKind::pull, part.block);
       item.into = tensor + part.begin;
       item.bytes = part.bytes;
       item.packing = packing;
@@ -436,16 +380,13 @@ void Client::forget(Call& call) {
       if (item.call.get() != &call) return false;
       item.into = nullptr;
       if (item.request.number != 0) return false;  // requests with later numbers would wait for it
-      if (item.sent > 0) return false;             // the server has part of the data and waits for the rest
-      if (item.data() != nullptr) drop(item.data()->piece);
-      return true;
+      return item.sent == 0;                       // otherwise the server has part of the data and waits for the rest
     });
     for (auto& [number, sent] : each->calls)
       if (sent.call.get() == &call) sent.into = nullptr;
   }
   for (const auto& [server, number] : call.pulls) wire_->forget(peer(server).address, number);
-  for (std::size_t& piece : call.pieces)
-    if (const std::size_t held = std::exchange(piece, SIZE_MAX); held != SIZE_MAX) drop(held);
+  call.pieces.clear();
 }
 
 std::shared_ptr<Call> Client::ask(RequestKind kind, const std::vector<std::uint32_t>& servers, Nanoseconds timeout) {
@@ -453,10 +394,7 @@ std::shared_ptr<Call> Client::ask(RequestKind kind, const std::vector<std::uint3
   Hold hold(*this);
   for (const std::uint32_t server : servers) {
     if (kind == RequestKind::leave && !peer(server).alive) continue;
-    Item item;
-    item.request.kind = kind;
-    item.call = call;
-    put(hold, server, std::move(item), timeout);
+    put(hold, server, Item(call, kind), timeout);
   }
   return call;
 }

@@ -22,6 +22,7 @@
 #include "parameter_server/row_ids.h"
 #include "parameter_server/session.h"
 #include "parameter_server/shared.h"
+#include "parameter_server/window.h"
 #include "parameter_server/wire.h"
 
 namespace ringreduce::parameter_server {
@@ -83,8 +84,8 @@ struct Call {
   // Server and request number of every pull that was sent to another host.
   std::vector<std::pair<std::uint32_t, std::uint64_t>> pulls;
   NewValues new_values;  // used by push_pull
-  // For a pull of rows: by server, the offset in the window of the ids, which the rows follow; SIZE_MAX: none.
-  std::vector<std::size_t> pieces;
+  // For a pull of rows: by server, the piece of the window with the ids, which the rows follow; nullptr: none.
+  std::vector<OwnWindow::Piece> pieces;
 };
 
 // Thread-safe. Every wait is bounded. It throws Error(timeout) after its timeout unless the function says that it
@@ -97,8 +98,8 @@ class Client {
   Client(WorkerId worker, std::size_t servers, std::size_t data, std::function<void()> interrupt = nullptr);
   ~Client();
 
-  int window() const { return window_fd_.get(); }
-  std::size_t window_bytes() const { return window_->bytes(); }
+  int window() const { return window_->memory_fd.get(); }
+  std::size_t window_bytes() const { return window_->memory.bytes(); }
   // Attaches a server on this host.
   void attach(std::uint32_t server, const ServerSpec& spec);
   // The socket on which servers on this host tell this worker about their backups. When a backup has taken over, the
@@ -130,10 +131,9 @@ class Client {
   // Sets the server of this process. Threads that wait here take its turns.
   void host(std::shared_ptr<Server> server);
 
-  // Allocates memory in the window; a push from there needs no copy. It lives until it is released and no push reads it
-  // any more. Throws Error(system) if the window has no room.
-  std::byte* allocate(std::size_t bytes);
-  void release(std::byte* piece);
+  // Allocates memory in the window; a push from there needs no copy. It lives until nobody holds it and no push reads
+  // it any more. Throws Error(system) if the window has no room.
+  OwnWindow::Piece allocate(std::size_t bytes);
 
   struct Options {
     std::int32_t priority = 0;
@@ -211,14 +211,8 @@ class Client {
   struct Hold;
   struct Unlocked;
   struct Peer;
-  struct Piece {
-    std::size_t bytes;
-    int uses;
-  };
   using Lock = std::unique_lock<std::mutex>;
 
-  std::byte* data() const { return window_->at(lanes_bytes(servers_)); }
-  std::size_t data_bytes() const { return window_->bytes() - lanes_bytes(servers_); }
   Peer& peer(std::uint32_t server) const;
   const BlockWords& words_of(const Part& part) const;
   bool take_replies();
@@ -254,10 +248,7 @@ class Client {
   template <class Queue>
   static typename Queue::iterator next_of(Queue& queue);
   void forget(Call& call);
-  std::size_t find_room(std::size_t bytes);  // returns an offset in data; SIZE_MAX: no room
-  void drop(std::size_t offset);
-  std::size_t piece_with(std::size_t offset) const;
-  std::size_t take_room(Hold& hold, std::size_t bytes, Nanoseconds timeout);
+  OwnWindow::Piece take_room(Hold& hold, std::size_t bytes, Nanoseconds timeout);
   void pack_push(const Part& part, Packing packing, std::byte* to, const std::byte* from);
   void fit_rows(const TablePlace& table, const RowSet& rows) const;
   void fill_rows(const TablePlace& table, const RowSet& rows, std::uint32_t server, const std::byte* values,
@@ -270,12 +261,11 @@ class Client {
   const std::function<void()> interrupt_;
   const WorkerId worker_;
   const std::size_t servers_;
-  FileDescriptor window_fd_, news_, news_for_servers_;
-  std::unique_ptr<Mapping> window_;
-  Bell* bell_;
+  FileDescriptor news_, news_for_servers_;
+  const std::shared_ptr<OwnWindow> window_;
+  Bell* const bell_;
   mutable std::mutex mutex_;
   std::vector<std::unique_ptr<Peer>> peers_;
-  std::map<std::size_t, Piece> pieces_;  // allocated parts of the window, by offset in data
   // By server and block: what has been rounded off packed pushes and is still to be pushed.
   std::map<std::pair<std::uint32_t, BlockId>, std::vector<float>> residuals_;
   Nanoseconds looked_ = 0;

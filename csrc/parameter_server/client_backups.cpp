@@ -2,8 +2,8 @@
 #include <cstring>
 #include <utility>
 
+#include "core/descriptors.h"
 #include "parameter_server/client-inl.h"
-#include "parameter_server/descriptors.h"
 
 namespace ringreduce::parameter_server {
 

@@ -71,30 +71,19 @@ void Client::send_part(Hold& hold, RequestKind kind, const std::shared_ptr<Call>
                        const Part& part, const Options& options, bool streamed) {
   take_turns(hold);  // serves others between two copies, and keeps requests from waking up the server's thread
   if (!peer(part.server).alive) throw_lost(part.server);
-  Item item;
-  item.request.kind = kind;
-  item.request.block = part.block;
+  Item item(call, kind, part.block);
   item.request.priority = options.priority;
   item.request.weight = options.weight;
-  item.call = call;
   if (tensor.values == nullptr) return put(hold, part.server, std::move(item), options.timeout);
   const std::byte* const from = tensor.values + part.begin;
   const bool packs = tensor.packing != Packing::none && peer(part.server).near == nullptr;
-  std::size_t piece = SIZE_MAX, offset = 0;
-  if (!packs && from >= data() && from < data() + data_bytes()) {
-    offset = static_cast<std::size_t>(from - data());
-    piece = piece_with(offset);
-  }
-  if (piece != SIZE_MAX) {
-    ++pieces_[piece].uses;
-  } else {
-    offset = piece = take_room(hold, part.bytes, options.timeout);
-    if (packs)
-      pack_push(part, tensor.packing, data() + offset, from);
-    else
-      copy(data() + offset, from, part.bytes, streamed);
-  }
-  item.request.payload = std::make_shared<InWindow>(piece, offset, part.bytes);
+  OwnWindow::Piece piece = packs ? nullptr : window_->piece_with(from);
+  const std::byte* const at = piece != nullptr ? from : (piece = take_room(hold, part.bytes, options.timeout)).get();
+  if (packs)
+    pack_push(part, tensor.packing, piece.get(), from);
+  else if (at != from)
+    copy(piece.get(), from, part.bytes, streamed);
+  item.request.payload = std::make_shared<InWindow>(*window_, std::move(piece), at, part.bytes);
   if (packs) item.packing = tensor.packing;
   put(hold, part.server, std::move(item), options.timeout);
 }

@@ -19,10 +19,10 @@ void Client::fit_rows(const TablePlace& table, const RowSet& rows) const {
     throw Error(ErrorKind::invalid_argument, "the rows are those of another table");
   for (std::uint32_t server = 0; server < rows.servers(); ++server) {
     const std::size_t count = rows.ids(server).size();
-    if (count > data_bytes() / (kId + table.row_bytes()))
+    if (count > window_->data_bytes() / (kId + table.row_bytes()))
       throw Error(ErrorKind::invalid_argument,
                   std::to_string(count) + " rows of " + std::to_string(table.row_bytes()) + " bytes for " +
-                      peer(server).name + " are more than the window of " + std::to_string(data_bytes()) +
+                      peer(server).name + " are more than the window of " + std::to_string(window_->data_bytes()) +
                       " bytes holds: take fewer ids at once, or join with a larger window=");
   }
 }
@@ -53,19 +53,16 @@ std::shared_ptr<Call> Client::push_rows(const TablePlace& table, const RowSet& r
   for (std::uint32_t server = 0; server < rows.servers(); ++server) {
     take_turns(hold);
     if (!peer(server).alive) throw_lost(server);
-    Item item;
-    item.request.kind = RequestKind::push;
-    item.request.block = table.blocks[server];
+    Item item(call, RequestKind::push, table.blocks[server]);
     item.request.priority = options.priority;
     item.request.weight = options.weight;
-    item.call = call;
     const std::span<const std::int64_t> ids = rows.ids(server);
     if (!ids.empty()) {
       const std::size_t bytes = ids.size() * (kId + table.row_bytes());
-      const std::size_t piece = take_room(hold, bytes, options.timeout);
-      item.request.payload = std::make_shared<InWindow>(piece, piece, bytes);
-      std::memcpy(data() + piece, ids.data(), ids.size_bytes());
-      std::byte* const to = data() + piece + ids.size_bytes();
+      const OwnWindow::Piece piece = take_room(hold, bytes, options.timeout);
+      item.request.payload = std::make_shared<InWindow>(*window_, piece, piece.get(), bytes);
+      std::memcpy(piece.get(), ids.data(), ids.size_bytes());
+      std::byte* const to = piece.get() + ids.size_bytes();
       if (distinct)
         std::memcpy(to, values + rows.begin(server) * table.row_bytes(), ids.size() * table.row_bytes());
       else
@@ -78,7 +75,7 @@ std::shared_ptr<Call> Client::push_rows(const TablePlace& table, const RowSet& r
 
 std::shared_ptr<Call> Client::pull_rows(const TablePlace& table, const RowSet& rows, Nanoseconds timeout) {
   const auto call = std::make_shared<Call>();
-  call->pieces.assign(rows.servers(), SIZE_MAX);
+  call->pieces.resize(rows.servers());
   Hold hold(*this);
   fit_rows(table, rows);
   try {
@@ -87,16 +84,12 @@ std::shared_ptr<Call> Client::pull_rows(const TablePlace& table, const RowSet& r
       if (ids.empty()) continue;
       take_turns(hold);
       if (!peer(server).alive) throw_lost(server);
-      const std::size_t piece = take_room(hold, ids.size() * (kId + table.row_bytes()), timeout);
+      const OwnWindow::Piece piece = take_room(hold, ids.size() * (kId + table.row_bytes()), timeout);
       call->pieces[server] = piece;
-      ++pieces_[piece].uses;  // one use for the request, and one for the call until take_rows()
-      std::memcpy(data() + piece, ids.data(), ids.size_bytes());
-      Item item;
-      item.request.kind = RequestKind::pull;
-      item.request.block = table.blocks[server];
-      item.request.payload = std::make_shared<InWindow>(piece, piece, ids.size_bytes());
-      item.call = call;
-      item.into = data() + piece + ids.size_bytes();
+      std::memcpy(piece.get(), ids.data(), ids.size_bytes());
+      Item item(call, RequestKind::pull, table.blocks[server]);
+      item.request.payload = std::make_shared<InWindow>(*window_, piece, piece.get(), ids.size_bytes());
+      item.into = piece.get() + ids.size_bytes();
       item.bytes = ids.size() * table.row_bytes();
       put(hold, server, std::move(item), timeout);
     }
@@ -112,16 +105,15 @@ void Client::take_rows(const TablePlace& table, const RowSet& rows, Call& call, 
   if (call.unanswered > 0) throw Error(ErrorKind::invalid_argument, "the rows have not come yet: wait for the call");
   const std::size_t bytes = table.row_bytes();
   for (std::uint32_t server = 0; server < call.pieces.size(); ++server) {
-    const std::size_t piece = std::exchange(call.pieces[server], SIZE_MAX);
-    if (piece == SIZE_MAX) continue;
+    const OwnWindow::Piece piece = std::exchange(call.pieces[server], nullptr);
+    if (piece == nullptr) continue;
     const std::span<const std::int64_t> ids = rows.ids(server);
-    const std::byte* const from = data() + piece + ids.size_bytes();
+    const std::byte* const from = piece.get() + ids.size_bytes();
     if (distinct)
       std::memcpy(out + rows.begin(server) * bytes, from, ids.size() * bytes);
     else
       for (const RowSet::Item& item : rows.items(server))
         std::memcpy(out + item.from * bytes, from + item.to * bytes, bytes);
-    drop(piece);
   }
 }
 

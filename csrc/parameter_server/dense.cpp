@@ -71,6 +71,10 @@ const std::byte* Combination::operator()(std::byte* dst, std::size_t begin, std:
 
 Dense::Dense(BlockSpec its, std::byte* at, std::size_t left, std::size_t capacity)
     : Block(std::move(its)), words_(reinterpret_cast<BlockWords*>(at)) {
+  const std::string dtype(name(spec.dtype)), op(name(spec.rule.op));
+  if (moves_only(spec.dtype)) throw Error(ErrorKind::invalid_argument, "a parameter server has no values of " + dtype);
+  if (spec.rule.kind == Rule::Kind::reduce && !kernels::supports(spec.dtype, spec.rule.op))
+    throw Error(ErrorKind::invalid_argument, "there is no reduction '" + op + "' of " + dtype);
   if (spec.count > capacity / size_of(spec.dtype))  // so that nothing below overflows
     throw Error(ErrorKind::invalid_argument, "a block of " + std::to_string(spec.count) +
                                                  " elements is larger than the " + std::to_string(capacity) +

@@ -22,6 +22,8 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <span>
 #include <vector>
 
 #include "parameter_server/shared.h"
@@ -42,6 +44,18 @@ struct Record {
   RequestSlot slot{};             // of a request
   std::uint64_t bytes = 0;        // of the serialised WorkerSpec (join) or BlockSpec (create) that follows the record
   std::uint64_t descriptors = 0;  // on one host: how many the server sent before it wrote the record
+};
+
+// A record and what belongs to it.
+struct Entry {
+  Record record;
+  std::vector<std::byte> bytes = {};  // which follow the record
+  // The content of a state or a block, or what a request pushed: slot.bytes bytes. On one host that of a request is in
+  // its worker's window, and not here.
+  std::shared_ptr<std::byte[]> data = nullptr;
+  std::vector<FileDescriptor> descriptors = {};  // on one host
+
+  std::span<const std::byte> content() const { return {data.get(), static_cast<std::size_t>(record.slot.bytes)}; }
 };
 
 // For one writing and one reading thread, in different processes.

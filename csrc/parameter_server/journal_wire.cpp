@@ -11,19 +11,16 @@ constexpr Nanoseconds kBeat = kSecond / 4;  // between two beats
 }  // namespace
 
 void JournalWire::write(Entry entry) {
-  const std::uint64_t position = written_, bytes = entry.pushed == nullptr ? 0 : entry.record.slot.bytes;
+  const std::uint64_t position = written_, bytes = entry.data == nullptr ? 0 : entry.record.slot.bytes;
   written_ += length(entry);
-  std::vector<std::byte> payload(sizeof(Record));
-  std::memcpy(payload.data(), &entry.record, sizeof(Record));
-  payload.insert(payload.end(), entry.bytes.begin(), entry.bytes.end());
-  Frame frame = frame_with(Kind::record, payload.data(), payload.size());
+  Frame frame = frame_of(Kind::record, bytes_of(entry.record), entry.bytes);
   frame.header.seq = position;
   connections_.send(kPartner, std::move(frame));
   for (std::uint64_t begin = 0; begin < bytes; begin += kFragment) {
     const std::uint64_t some = std::min<std::uint64_t>(kFragment, bytes - begin);
     const FrameHeader header{
         .kind = Kind::pushed, .bytes = static_cast<std::uint32_t>(some), .seq = begin, .tag = position, .total = bytes};
-    connections_.send(kPartner, {header, entry.pushed.get() + begin, entry.pushed});
+    connections_.send(kPartner, {header, entry.data.get() + begin, entry.data});
   }
 }
 
@@ -43,14 +40,14 @@ void JournalWire::confirm(bool done) {
     here = {whole_, done_.carried_out};
   }
   if (here == std::exchange(said_, here)) return;
-  connections_.send(kPartner, frame_with(Kind::confirmed, &here, sizeof here), Connections::When::latest);
+  connections_.send(kPartner, frame_of(Kind::confirmed, bytes_of(here)), Connections::When::latest);
 }
 
 void JournalWire::beat() {
   const Nanoseconds t = now();
   if (t - beaten_ < kBeat) return;
   beaten_ = t;
-  connections_.send(kPartner, frame_with(Kind::confirmed, &said_, sizeof said_), Connections::When::latest);
+  connections_.send(kPartner, frame_of(Kind::confirmed, bytes_of(said_)), Connections::When::latest);
 }
 
 std::byte* JournalWire::place_for(int peer, const FrameHeader& header, std::vector<std::byte>& aside) {
@@ -61,14 +58,14 @@ std::byte* JournalWire::place_for(int peer, const FrameHeader& header, std::vect
                header.bytes <= header.total - header.seq,
            peer, "a part of what was pushed that is none");
     Incoming& to = incoming_[header.tag];
-    if (to.entry.pushed == nullptr) {
+    if (to.entry.data == nullptr) {
       demand(!to.known || header.total == to.entry.record.slot.bytes, peer, "other data than its record says");
-      to.entry.pushed = std::make_shared_for_overwrite<std::byte[]>(header.total);
+      to.entry.data = std::make_shared_for_overwrite<std::byte[]>(header.total);
       to.total = header.total;
     }
     to.claimed += header.bytes;
     demand(header.total == to.total && to.claimed <= to.total, peer, "more than was pushed");
-    return to.entry.pushed.get() + header.seq;
+    return to.entry.data.get() + header.seq;
   }
   if (header.kind == Kind::record)
     demand(header.bytes >= sizeof(Record) && header.bytes <= sizeof(Record) + Journal::kReserve, peer,
@@ -94,7 +91,7 @@ void JournalWire::deliver(int peer, const FrameHeader& header, const std::vector
     demand(header.seq >= whole_, peer, "a record twice");
     Incoming& to = incoming_[header.seq];
     std::memcpy(&to.entry.record, aside.data(), sizeof(Record));
-    demand(to.entry.pushed == nullptr || to.entry.record.slot.bytes == to.total, peer, "a record of other data");
+    demand(to.entry.data == nullptr || to.entry.record.slot.bytes == to.total, peer, "a record of other data");
     to.entry.bytes.assign(aside.begin() + sizeof(Record), aside.end());
     to.known = true;
   } else {

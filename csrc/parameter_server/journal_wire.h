@@ -33,17 +33,11 @@ class JournalWire final : public Wire {
   // The peer number of the other side. There is one peer only.
   static constexpr int kPartner = 0;
 
-  struct Entry {
-    Record record;
-    std::vector<std::byte> bytes;
-    std::shared_ptr<std::byte[]> pushed;  // slot.bytes bytes
-  };
-
   // ---- Called by the server. Positions count the bytes of records, without pushed data. ----
   std::uint64_t written() const { return written_; }
   std::uint64_t received() const { return received_.load(std::memory_order_acquire); }
   std::uint64_t carried_out() const { return carried_out_.load(std::memory_order_acquire); }
-  // `entry.pushed` must not change until the record has been carried out.
+  // `entry.data` must not change until the record has been carried out.
   void write(Entry entry);
 
   // ---- Called by the backup ----

@@ -8,6 +8,7 @@
 #include <span>
 #include <vector>
 
+#include "core/arithmetic.h"
 #include "core/types.h"
 
 namespace ringreduce::parameter_server {
@@ -15,13 +16,6 @@ namespace ringreduce::parameter_server {
 // A row's id is hashed to one of these slots, and every slot belongs to a server.
 inline constexpr std::size_t kSlots = 4096;
 
-// Every bit of the result depends on every bit of `x` (the finaliser of splitmix64, by Vigna).
-constexpr std::uint64_t mixed(std::uint64_t x) {
-  x += 0x9e3779b97f4a7c15;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
-  return x ^ (x >> 31);
-}
 constexpr std::uint64_t hash_of(std::int64_t id) { return mixed(static_cast<std::uint64_t>(id)); }
 constexpr std::size_t slot_of(std::uint64_t hash) { return hash >> 52; }
 

@@ -27,44 +27,16 @@ inline constexpr Nanoseconds kBackupStands = 5 * kSecond;
 void visit(Archive& archive, WorkerSpec& spec);
 void visit(Archive& archive, BlockSpec& spec);
 
-// A worker's window, or this server's copy of the window of a worker on another host. Mapped as long as any push in it
-// may be read.
-struct Server::Window {
-  Window(const WorkerSpec& spec)
-      : memory_fd(spec.window), memory(spec.window, spec.window_bytes, true), data(lanes_bytes(spec.servers)) {}
-  // The window of a worker that has gone, with pushes that are still part of an open round.
-  explicit Window(FileDescriptor all)
-      : memory_fd(std::move(all)), memory(memory_fd.get(), memory_bytes(memory_fd.get()), true), data(0) {}
-
-  Bell& bell() const { return *reinterpret_cast<Bell*>(memory.at()); }
-  Lane& lane(std::size_t index) const {
-    return *reinterpret_cast<Lane*>(memory.at(sizeof(Bell) + index * sizeof(Lane)));
-  }
-
-  FileDescriptor memory_fd;
-  Mapping memory;
-  std::size_t data;
-};
-
 // The data of a push, in the worker's window or, at a backup that is reached by TCP, in memory of its own.
 struct Server::Lent final : Data {
-  Lent(std::shared_ptr<Window> window, std::size_t offset, std::size_t bytes)
-      : Data(bytes), window(std::move(window)), offset(offset) {}
+  Lent(std::shared_ptr<Window> its, std::size_t offset, std::size_t bytes)
+      : Data(bytes), window(std::move(its)), offset(offset), memory(window, window->memory.at(offset)) {}
   Lent(std::shared_ptr<std::byte[]> memory, std::size_t bytes) : Data(bytes), memory(std::move(memory)) {}
-  const std::byte* at() const override { return window == nullptr ? memory.get() : window->memory.at(offset); }
+  const std::byte* at() const override { return memory.get(); }
 
-  std::shared_ptr<Window> window;
-  std::shared_ptr<std::byte[]> memory;  // used if `window` is nullptr
-  std::size_t offset = 0;
-};
-
-// An entry of the log, as a backup reads it.
-struct Server::Entry {
-  Record record;
-  std::vector<std::byte> bytes;  // which follow the record
-  std::vector<FileDescriptor> descriptors;
-  // The content of a state or a block, or pushed data that is not in a window which the backup maps.
-  std::shared_ptr<const Lent> data;
+  const std::shared_ptr<Window> window;  // nullptr: the data is in memory of its own
+  const std::size_t offset = 0;          // in the window
+  const std::shared_ptr<std::byte[]> memory;
 };
 
 // What a server and its backup see of each other: the log, whether the other one has ended, and how to wake it.
@@ -86,7 +58,7 @@ struct Server::Partner {
   virtual std::uint64_t written() const = 0;
   virtual std::uint64_t received() const = 0;
   virtual std::uint64_t carried_out() const = 0;
-  virtual void write(const Record& record, const std::vector<std::byte>& bytes, const Lent* data) = 0;
+  virtual void write(Entry entry) = 0;
   // Sends descriptors for the next record. Returns false if the backup does not take them. No effect between hosts.
   virtual bool send(std::span<const int>) { return true; }
   std::size_t room() const {
@@ -154,9 +126,7 @@ struct Server::NearPartner final : Partner {
   std::uint64_t written() const override { return journal.written(); }
   std::uint64_t received() const override { return journal.written(); }
   std::uint64_t carried_out() const override { return journal.carried_out(); }
-  void write(const Record& record, const std::vector<std::byte>& bytes, const Lent*) override {
-    journal.write(record, bytes);
-  }
+  void write(Entry entry) override { journal.write(entry.record, entry.bytes); }
   bool send(std::span<const int> descriptors) override;
   bool read(Entry& entry) override;
   void confirm() override {
@@ -166,9 +136,7 @@ struct Server::NearPartner final : Partner {
   void say_over() override { bell().over.store(1, std::memory_order_seq_cst); }
   void ring() override { bell().ring(); }
   const std::byte* values() const override { return values_memory.at(); }
-  bool ended() const override {
-    return header().ended.load(std::memory_order_seq_cst) != 0 || parameter_server::has_ended(pidfd.get());
-  }
+  bool ended() const override { return header().ended.load(std::memory_order_seq_cst) != 0 || has_gone(pidfd.get()); }
 
   FileDescriptor journal_fd, passage;
   Journal journal;
@@ -185,8 +153,8 @@ struct Server::FarPartner final : Partner {
   std::uint64_t written() const override { return wire.written(); }
   std::uint64_t received() const override { return wire.received(); }
   std::uint64_t carried_out() const override { return wire.carried_out(); }
-  void write(const Record& record, const std::vector<std::byte>& bytes, const Lent* data) override;
-  bool read(Entry& entry) override;
+  void write(Entry entry) override { wire.write(std::move(entry)); }
+  bool read(Entry& entry) override { return wire.read(entry); }
   void acknowledge() override { wire.confirm(false); }
   void confirm() override { wire.confirm(true); }
   void ring() override {}

@@ -80,7 +80,7 @@ Server::Connection Server::connection_of(WorkerSpec spec) {
   Connection connection;
   connection.pidfd = FileDescriptor(spec.pidfd);
   connection.news = FileDescriptor(spec.news);
-  connection.window = std::make_shared<Window>(spec);
+  connection.window = std::make_shared<Window>(FileDescriptor(spec.window), spec.window_bytes, spec.servers);
   if (spec.lane >= spec.servers || spec.servers > 65536 || spec.window_bytes < lanes_bytes(spec.servers))
     throw Error(ErrorKind::invalid_argument, "a window of " + std::to_string(spec.window_bytes) +
                                                  " bytes has no lane " + std::to_string(spec.lane) + " of " +
@@ -112,10 +112,10 @@ void Server::join(const WorkerSpec& spec) {
 }
 
 void Server::join_far(WorkerId id, const std::string& group, std::size_t window, const std::string& name) {
-  const FileDescriptor memory = make_memory("ringreduce far window", lanes_bytes(0) + window);
+  const std::size_t bytes = lanes_bytes(0) + window;
   Connection connection;
-  connection.spec = {id, group, duplicate(memory.get()).release(), lanes_bytes(0) + window, 0, 0, -1, -1, name};
-  connection.window = std::make_shared<Window>(connection.spec);
+  connection.window = std::make_shared<Window>(make_memory("ringreduce far window", bytes), bytes, 0);
+  connection.spec = {id, group, connection.window->memory_fd.get(), bytes, 0, 0, -1, -1, name};
   order([&] {
     if (connections_.count(id) > 0)
       throw Error(ErrorKind::invalid_argument, "there is a worker " + std::to_string(id) + " already");
@@ -126,7 +126,7 @@ void Server::join_far(WorkerId id, const std::string& group, std::size_t window,
       throw Error(ErrorKind::invalid_argument,
                   "worker " + std::to_string(id) + " was out of reach, and has been given up");
     connection.known = shard_.knows(id);
-    wire_->admit(id, connection.window, connection.window->memory.at(connection.window->data), window);
+    wire_->admit(id, connection.window, connection.window->memory.at(connection.window->data_begin), window);
     connections_.emplace(id, std::move(connection));
     if (serves_) decide(Join{id, group});
     if (!std::exchange(has_far_, true)) wire_->connections().take_over();  // as begin_turns() has not
@@ -146,7 +146,8 @@ void Server::lose(WorkerId worker) {
   });
 }
 
-std::pair<BlockId, std::size_t> Server::create(BlockSpec spec) {
+std::pair<BlockId, std::size_t> Server::create(const BlockSpec& wanted) {
+  BlockSpec spec = wanted;
   spec.two_states = backed_up_ && spec.width == 0;
   std::optional<std::pair<BlockId, std::size_t>> place;
   std::uint64_t seen = 0, written = 0;
@@ -199,55 +200,6 @@ std::pair<BlockId, std::size_t> Server::make_block(const BlockSpec& spec) {
 }
 
 std::size_t Server::memory_left() const { return capacity_ - used_ - own_bytes_; }
-
-std::vector<WorkerId> Server::awaited(BlockId block) {
-  std::vector<WorkerId> found;
-  order([&] {
-    if (block >= blocks_.size()) return;
-    const Mode& mode = shard_.mode(block);
-    if (mode.consistency == Consistency::sync) found = shard_.awaited(block);
-    if (mode.consistency == Consistency::ssp) found = shard_.slowest(mode.group);
-  });
-  return found;
-}
-
-std::vector<WorkerId> Server::absent(const std::string& group) {
-  return order([&] { return shard_.absent(group); });
-}
-
-std::map<WorkerId, std::pair<std::string, std::string>> Server::workers() {
-  return order([&] {
-    std::map<WorkerId, std::pair<std::string, std::string>> found;
-    const std::map<WorkerId, std::uint64_t> members = shard_.clocks();
-    for (const auto& [worker, connection] : connections_)
-      if (members.count(worker) > 0) found[worker] = {connection.spec.group, connection.spec.name};
-    return found;
-  });
-}
-
-std::string Server::failure(BlockId block) {
-  return order([&] { return block < blocks_.size() ? blocks_[block]->failure : std::string(); });
-}
-
-Server::Statistics Server::statistics() {
-  Statistics now;
-  order([&] {
-    now = statistics_;
-    now.blocks = blocks_.size();
-    now.memory = used_ + own_bytes_;
-    now.capacity = capacity_;
-    now.waiting = shard_.waiting();
-    now.clocks = shard_.clocks();
-    now.saving = snapshot_ != nullptr;
-    if (backup_ != nullptr && backup_->counts() && backup_->is_there()) {
-      now.backup = backup_->name;
-      now.lag = backup_->written() - backup_->carried_out();
-    }
-    for (const auto& block : blocks_) now.rows += block->rows();
-    for (const auto& [worker, connection] : connections_) now.workers += connection.alive;
-  });
-  return now;
-}
 
 // ---- The thread ---------------------------------------------------------------------------------------------------
 
@@ -467,7 +419,7 @@ void Server::send_to(Connection& connection) {
   }
   for (std::size_t begin = 0; begin < connection.replies.size(); begin += kMostOutstanding) {
     const std::size_t count = std::min<std::size_t>(kMostOutstanding, connection.replies.size() - begin);
-    Frame frame = frame_with(WireKind::replies, connection.replies.data() + begin, count * sizeof(ReplySlot));
+    Frame frame = frame_of(WireKind::replies, std::as_bytes(std::span(connection.replies).subspan(begin, count)));
     connection.copies.emplace_back(frame.own, 0);
     wire_->connections().send(static_cast<int>(connection.spec.id), std::move(frame));
   }

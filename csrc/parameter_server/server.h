@@ -26,9 +26,9 @@
 #include <tuple>
 #include <vector>
 
+#include "core/descriptors.h"
 #include "core/fork.h"
 #include "parameter_server/block.h"
-#include "parameter_server/descriptors.h"
 #include "parameter_server/journal.h"
 #include "parameter_server/shared.h"
 #include "parameter_server/wire.h"
@@ -101,9 +101,9 @@ class Server {
   void connect(WorkerId id, int socket, std::string path);
   // Removes a worker, which gets no more replies. No effect if it is not there.
   void lose(WorkerId worker);
-  // Makes a block; returns its id and its offset in the values. Throws Error(invalid_argument) if there is no room, and
-  // Error(system) if the backup does not confirm it in time.
-  std::pair<BlockId, std::size_t> create(BlockSpec spec);
+  // Makes a block; returns its id and its offset in the values. Throws Error(invalid_argument) if there is no room or
+  // no such update of the dtype, and Error(system) if the backup does not confirm it in time.
+  std::pair<BlockId, std::size_t> create(const BlockSpec& wanted);
   // The workers that the block waits for: in sync those missing in the open round, in ssp those with the lowest clock.
   std::vector<WorkerId> awaited(BlockId block);
   // The members of the group that have not come to its barrier.
@@ -216,9 +216,7 @@ class Server {
   };
 
  private:
-  struct Window;
   struct Lent;
-  struct Entry;
   struct Partner;
   struct NearPartner;
   struct FarPartner;
@@ -239,8 +237,8 @@ class Server {
   // A worker, on this or on another host.
   struct Connection {
     WorkerSpec spec;
-    std::shared_ptr<Window> window;
-    Lane* lane = nullptr;  // nullptr: the worker is on another host
+    std::shared_ptr<Window> window;  // its window, or this server's copy of it if the worker is on another host
+    Lane* lane = nullptr;            // nullptr: the worker is on another host
     FileDescriptor pidfd, news;
     std::uint64_t taken = 0;              // requests taken from the lane
     bool alive = true, answered = false;  // answered: it must be woken, or sent its replies

@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
-#include <csignal>
 #include <exception>
 #include <iterator>
 #include <memory>
@@ -20,7 +19,6 @@
 
 #include "core/error.h"
 #include "parameter_server/server-inl.h"
-#include "parameter_server/server.h"
 
 namespace ringreduce::parameter_server {
 namespace {
@@ -52,18 +50,6 @@ void Server::lead(std::unique_ptr<Partner> partner) {
     const auto before = std::exchange(backup_, std::move(partner));
     begin_to_give();
     if (before != nullptr) before->ring();
-  });
-}
-
-Server::Standing Server::standing() {
-  return order([&] {
-    Standing now{.turn = turn_, .is_heir = is_heir_};
-    if (backup_ == nullptr || !backup_->is_there()) return now;
-    now.has_backup = backup_->counts();
-    now.backup_starts = !backup_->counts();
-    now.backup_follows = backup_->next == backup_->end && backup_->received() >= backup_->given_at;
-    now.confirmed = backup_->received();
-    return now;
   });
 }
 
@@ -128,33 +114,33 @@ bool Server::may_write_down(const BlockSpec& spec) const {
 // Writes a message to the journal. Called before this server's shard gets the message; returns false if it must not get
 // it, since this server has been stopped.
 bool Server::write_down(const Message& message, Nanoseconds elapsed) {
-  Record record;
+  Entry entry;
+  Record& record = entry.record;
   record.elapsed = elapsed;
-  std::vector<std::byte> more;
   const auto* const request = std::get_if<Request>(&message);
-  const Lent* pushed = nullptr;
   if (request != nullptr) {
     record.kind = Record::Kind::request;
     record.worker = request->worker;
-    const auto* const lent = pushed = static_cast<const Lent*>(request->payload.get());
-    const std::size_t offset = lent == nullptr || lent->window == nullptr ? 0 : lent->offset - lent->window->data;
+    const auto* const lent = static_cast<const Lent*>(request->payload.get());
+    const std::size_t offset = lent == nullptr || lent->window == nullptr ? 0 : lent->offset - lent->window->data_begin;
     record.slot = slot_of(*request, offset, lent == nullptr ? 0 : lent->bytes);
+    if (lent != nullptr) entry.data = lent->memory;
   } else if (const auto* join = std::get_if<Join>(&message)) {
     record.kind = Record::Kind::join;
     record.worker = join->worker;
     record.descriptors = backup_->far() ? 0 : 3;
-    more = written(connections_.at(join->worker).spec);
+    entry.bytes = written(connections_.at(join->worker).spec);
   } else if (const auto* lose = std::get_if<Lose>(&message)) {
     record.kind = Record::Kind::lose;
     record.worker = lose->worker;
   } else if (std::holds_alternative<Create>(message)) {
     record.kind = Record::Kind::create;
-    more = written(blocks_.back()->spec);
+    entry.bytes = written(blocks_.back()->spec);
   }
-  record.bytes = more.size();
-  if (!wait_for_room(sizeof record + more.size())) return false;
+  record.bytes = entry.bytes.size();
+  if (!wait_for_room(sizeof record + entry.bytes.size())) return false;
   if (backup_ == nullptr) return true;
-  backup_->write(record, more, pushed);
+  backup_->write(std::move(entry));
   const bool waits = request != nullptr && request->block < blocks_.size() && reads_push(request->block);
   if (waits || backup_->room() < Journal::kBytes / 4 * 3) backup_->ring();
   pass(Step::journalled);
@@ -199,34 +185,6 @@ bool Server::release_held() {
 
 // ---- The backup ---------------------------------------------------------------------------------------------------
 
-bool Server::NearPartner::send(std::span<const int> descriptors) {
-  const char some = 0;
-  for (; !descriptors.empty(); descriptors = descriptors.subspan(std::min(kMostDescriptors, descriptors.size())))
-    if (!send_message(passage.get(), &some, sizeof some,
-                      descriptors.first(std::min(kMostDescriptors, descriptors.size()))))
-      return false;
-  return true;
-}
-
-bool Server::NearPartner::read(Entry& entry) {
-  if (!journal.read(entry.record, entry.bytes)) return false;
-  entry.descriptors.clear();
-  while (entry.descriptors.size() < entry.record.descriptors) {
-    std::optional<Received> message = receive_message(passage.get());
-    if (!message) throw Error(ErrorKind::mismatch, "the descriptors of a record have not come to the backup");
-    std::move(message->descriptors.begin(), message->descriptors.end(), std::back_inserter(entry.descriptors));
-  }
-  entry.data = nullptr;
-  if (entry.record.kind == Record::Kind::state || entry.record.kind == Record::Kind::block) {
-    const auto bytes = static_cast<std::size_t>(entry.record.slot.bytes);
-    const auto content =
-        std::make_shared<Mapping>(entry.descriptors.at(entry.record.descriptors - 1).get(), bytes, false);
-    entry.data = std::make_shared<Lent>(std::shared_ptr<std::byte[]>(content, content->at()), bytes);
-    entry.descriptors.pop_back();
-  }
-  return true;
-}
-
 void Server::follow(const PartnerSpec& server) {
   follow(std::make_unique<NearPartner>(server, memory_bytes(server.values)));
 }
@@ -255,7 +213,7 @@ void Server::leave_to_backup() {
     header().leaves.store(1, std::memory_order_seq_cst);
     Record last;
     last.kind = Record::Kind::inherit;
-    if (backup_->far()) backup_->write(last, {}, nullptr);
+    if (backup_->far()) backup_->write({last});
     backup_->ring();
     pass(Step::leaves);
   };
@@ -299,22 +257,6 @@ void Server::become_heir() {
 void Server::serve_alone() {
   order([&] {
     if (is_heir_) take_over();
-  });
-}
-
-bool Server::leaves() { return header().leaves.load(std::memory_order_seq_cst) != 0; }
-
-bool Server::serves() { return header().serves.load(std::memory_order_seq_cst) != 0; }
-bool Server::has_ended() { return header().ended.load(std::memory_order_seq_cst) != 0; }
-
-std::vector<std::tuple<std::string, BlockId, std::size_t>> Server::notes() {
-  return order([&] {
-    std::vector<std::tuple<std::string, BlockId, std::size_t>> found;
-    for (BlockId id = 0; id < blocks_.size(); ++id) {
-      const std::byte* const at = blocks_[id]->place();
-      found.emplace_back(blocks_[id]->spec.note, id, at == nullptr ? 0 : static_cast<std::size_t>(at - values_->at()));
-    }
-    return found;
   });
 }
 
@@ -373,8 +315,11 @@ void Server::repeat(Entry& entry) {
   const Record& record = entry.record;
   switch (record.kind) {
     case Record::Kind::request: {
-      std::shared_ptr<const Payload> pushed = entry.data;
-      if (!followed_->far()) {
+      std::shared_ptr<const Payload> pushed;
+      if (followed_->far()) {
+        if (record.slot.block != UINT32_MAX)
+          pushed = std::make_shared<Lent>(std::move(entry.data), static_cast<std::size_t>(record.slot.bytes));
+      } else {
         const auto found = connections_.find(record.worker);
         if (found == connections_.end()) throw Error(ErrorKind::mismatch, "a worker is unknown to the backup");
         pushed = payload_of(found->second, record.slot);
@@ -532,10 +477,6 @@ std::vector<WorkerId> Server::without_connection() const {
   return found;
 }
 
-std::vector<WorkerId> Server::missing() {
-  return order([&] { return serves_ && missing_until_ != kForever ? without_connection() : std::vector<WorkerId>(); });
-}
-
 void Server::lose_missing() {
   if (ringreduce::now() < missing_until_) return;
   missing_until_ = kForever;
@@ -554,19 +495,6 @@ void Server::take_over() {
   pass(Step::serving);
   for (auto& [worker, connection] : connections_) connection.window->bell().ring();
   forget_gone();
-}
-
-// ---- For tests ----------------------------------------------------------------------------------------------------
-
-void Server::die_at(Step step, std::uint64_t times) {
-  order([&] {
-    last_step_ = step;
-    steps_left_ = times;
-  });
-}
-
-void Server::pass(Step step) {
-  if (step == last_step_ && --steps_left_ == 0) kill(getpid(), SIGKILL);
 }
 
 }  // namespace ringreduce::parameter_server

@@ -96,35 +96,6 @@ void Server::keep_back() {
   }
 }
 
-void Server::FarPartner::write(const Record& record, const std::vector<std::byte>& bytes, const Lent* data) {
-  JournalWire::Entry entry{record, bytes, nullptr};
-  if (data != nullptr && data->bytes > 0)
-    entry.pushed = data->window == nullptr
-                       ? data->memory
-                       : std::shared_ptr<std::byte[]>(data->window, data->window->memory.at(data->offset));
-  wire.write(std::move(entry));
-}
-
-bool Server::FarPartner::read(Entry& entry) {
-  JournalWire::Entry next;
-  if (!wire.read(next)) return false;
-  entry = {next.record, std::move(next.bytes), {}, nullptr};
-  const Record& record = entry.record;
-  const bool has_some = record.kind == Record::Kind::request && record.slot.block != UINT32_MAX;
-  if (has_some || record.kind == Record::Kind::state || record.kind == Record::Kind::block)
-    entry.data = std::make_shared<Lent>(next.pushed, static_cast<std::size_t>(record.slot.bytes));
-  return true;
-}
-
-bool Server::FarPartner::progress() {
-  const bool moved = wire.connections().progress();
-  wire.beat();
-  if (is_silent || wire.take_lost().empty()) return moved;
-  is_silent = true;
-  on_silence();
-  return true;
-}
-
 void Server::connect_partner(int socket, std::string path) {
   order([&] {
     const auto& partner = backup_ != nullptr ? backup_ : followed_;

@@ -84,10 +84,10 @@ std::shared_ptr<const Payload> Server::payload_of(const Connection& connection, 
   const bool pushes =
       slot.kind == RequestKind::initialise || slot.kind == RequestKind::push || slot.kind == RequestKind::restore;
   const auto& window = connection.window;
-  const std::size_t room = window->memory.bytes() - window->data;
+  const std::size_t room = window->memory.bytes() - window->data_begin;
   if (!pushes || slot.block >= blocks_.size() || slot.bytes > room || slot.offset > room - slot.bytes) return nullptr;
   if (!blocks_[slot.block]->fits(slot)) return nullptr;
-  return std::make_shared<Lent>(window, window->data + slot.offset, static_cast<std::size_t>(slot.bytes));
+  return std::make_shared<Lent>(window, window->data_begin + slot.offset, static_cast<std::size_t>(slot.bytes));
 }
 
 // Remembers a pull whose reply brings values. A pull with invalid fields is answered without a value.
@@ -96,11 +96,11 @@ void Server::keep_pull(Connection& connection, const RequestSlot& slot) {
   Pull pull{slot.block};
   const Block& block = *blocks_[slot.block];
   if (block.is_table()) {
-    const std::size_t room = connection.window->memory.bytes() - connection.window->data;
+    const std::size_t room = connection.window->memory.bytes() - connection.window->data_begin;
     if (slot.offset > room || slot.offset % sizeof(std::int64_t) != 0 || slot.bytes % sizeof(std::int64_t) != 0) return;
     pull.count = slot.bytes / sizeof(std::int64_t);
     if (pull.count > (room - slot.offset) / (sizeof(std::int64_t) + block.value_bytes(1))) return;
-    pull.offset = connection.window->data + slot.offset;
+    pull.offset = connection.window->data_begin + slot.offset;
   } else if (connection.lane != nullptr) {
     return;  // a worker on this host reads the value itself
   } else if (slot.packing != Packing::none) {

@@ -65,8 +65,7 @@ class Server::StateArchive final : public Archive {
       record.slot.bytes = bytes;
       record.descriptors = to.far() ? 0 : descriptors.size() + 1;
       if (!to.send(descriptors) || !to.send(std::array{memory.get()})) return false;
-      const Lent content(data, bytes);
-      to.write(record, {}, &content);
+      to.write({record, {}, data});
       to.ring();
       return true;
     }
@@ -140,8 +139,9 @@ void Server::visit_connections(StateArchive& archive) {
     archive.windows.push_back(connection.window);
     connections_.emplace(connection.spec.id, std::move(connection));
   }
+  // The windows of workers that have gone, with pushes that are still part of an open round.
   for (; given != archive.received.end(); ++given)
-    archive.windows.push_back(std::make_shared<Window>(std::move(*given)));
+    archive.windows.push_back(std::make_shared<Window>(std::move(*given), memory_bytes(given->get()), 0));
 }
 
 void Server::visit_blocks(Archive& archive) {
@@ -249,7 +249,7 @@ bool Server::reads_push(BlockId id) const {
 // ---- The backup ---------------------------------------------------------------------------------------------------
 
 void Server::take_state(Entry& entry) {
-  StateArchive state(followed_->far(), std::span(entry.data->at(), entry.data->bytes));
+  StateArchive state(followed_->far(), entry.content());
   state.received = std::move(entry.descriptors);
   visit(state);
   turn_ = static_cast<std::uint32_t>(entry.record.slot.number) + 1;
@@ -260,7 +260,7 @@ void Server::take_state(Entry& entry) {
 void Server::take_block(const Entry& entry) {
   Block& block = *blocks_[entry.record.slot.block];
   const std::size_t before = block.own_bytes();
-  StateArchive content(true, std::span(entry.data->at(), entry.data->bytes));
+  StateArchive content(true, entry.content());
   block.visit(content, entry.record.slot.offset);
   own_bytes_ += block.own_bytes() - before;
   block.is_missing = false;

@@ -1,7 +1,6 @@
 #include "parameter_server/shared.h"
 
 #include <fcntl.h>
-#include <poll.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 
@@ -61,11 +60,6 @@ std::size_t memory_bytes(int memory) {
 void seal_for_readers(const FileDescriptor& memory) {
   if (fcntl(memory.get(), F_ADD_SEALS, F_SEAL_FUTURE_WRITE | F_SEAL_SEAL) != 0)
     refuse("sealing shared memory against writers (Linux 5.1 or newer is needed)");
-}
-
-bool has_ended(int pidfd) {
-  pollfd ended{pidfd, POLLIN, 0};
-  return poll(&ended, 1, 0) == 1;
 }
 
 }  // namespace ringreduce::parameter_server

@@ -14,7 +14,9 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <utility>
 
+#include "core/arithmetic.h"
 #include "core/atomics.h"
 #include "core/clock.h"
 #include "core/file_descriptor.h"
@@ -25,7 +27,7 @@
 namespace ringreduce::parameter_server {
 
 inline constexpr std::size_t kAlignment = 64;
-constexpr std::size_t aligned(std::size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+constexpr std::size_t aligned(std::size_t bytes) { return round_up(bytes, kAlignment); }
 
 // A thread that is about to sleep first counts itself in `sleepers`; a thread that has changed something rings. With
 // sequential consistency, either the sleeper sees the new count of rings and does not sleep, or the ringing thread sees
@@ -176,6 +178,21 @@ class Mapping {
   std::size_t bytes_;
 };
 
+// A worker's window, as a process maps it.
+struct Window {
+  Window(FileDescriptor memory, std::size_t bytes, std::size_t servers)
+      : memory_fd(std::move(memory)), memory(memory_fd.get(), bytes, true), data_begin(lanes_bytes(servers)) {}
+
+  Bell& bell() const { return *reinterpret_cast<Bell*>(memory.at()); }
+  Lane& lane(std::size_t server) const {
+    return *reinterpret_cast<Lane*>(memory.at(sizeof(Bell) + server * sizeof(Lane)));
+  }
+
+  const FileDescriptor memory_fd;
+  const Mapping memory;
+  const std::size_t data_begin;
+};
+
 // Makes anonymous shared memory (memfd), filled with zeros, whose size is sealed. Pages are allocated when they are
 // first written. Throws Error(system).
 FileDescriptor make_memory(const char* name, std::size_t bytes);
@@ -183,8 +200,5 @@ FileDescriptor make_memory(const char* name, std::size_t bytes);
 std::size_t memory_bytes(int memory);
 // Seals the memory against writing, except through the mappings that exist now. Throws Error(system).
 void seal_for_readers(const FileDescriptor& memory);
-
-// Whether the process of a pidfd has ended.
-bool has_ended(int pidfd);
 
 }  // namespace ringreduce::parameter_server

@@ -23,8 +23,6 @@ constexpr std::size_t kSlice = 16 * 1024;    // bytes of values that are updated
 constexpr std::size_t kAtOnce = 32;          // rows that are looked up at once, so that cache misses overlap
 constexpr std::size_t kPrefetched = 4 * 64;  // most bytes of a row that are prefetched
 
-std::size_t rounded_up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
-
 template <class T>
 void add(void* to, const void* from, std::size_t count) {
   auto* __restrict sum = static_cast<T*>(to);
@@ -53,8 +51,11 @@ Table::Table(BlockSpec its, std::size_t left, std::size_t capacity)
       states_(static_cast<std::size_t>(spec.rule.states())),
       state_bytes_(spec.rule.per_row() ? size_of(spec.dtype) : row_bytes_),
       stored_bytes_(row_bytes_ + states_ * state_bytes_),
-      stride_(rounded_up(stored_bytes_, 16)),
+      stride_(round_up(stored_bytes_, 16)),
       per_slab_(std::max<std::size_t>(1, kSlab / (stride_ + kId))) {
+  const bool floats = spec.dtype == DType::float32 || spec.dtype == DType::float64;
+  if (!floats || by_python())
+    throw Error(ErrorKind::invalid_argument, "a table of " + std::string(name(spec.dtype)) + " has no such update");
   if (spec.width > capacity / size_of(spec.dtype))  // so that nothing else overflows
     throw Error(ErrorKind::invalid_argument, "a row of " + std::to_string(spec.width) +
                                                  " elements is larger than the " + std::to_string(capacity) +
@@ -68,8 +69,8 @@ Table::Table(BlockSpec its, std::size_t left, std::size_t capacity)
 
 // The memory that `rows` rows take, including states and indices.
 std::size_t Table::bytes(std::size_t rows) const {
-  const std::size_t slab = rounded_up(per_slab_ * (stride_ + kId), kSlab);
-  return (rows + per_slab_ - 1) / per_slab_ * slab + sizeof(Table) + kSlots * kFewest * sizeof(Entry) +
+  const std::size_t slab = round_up(per_slab_ * (stride_ + kId), kSlab);
+  return round_up(rows, per_slab_) / per_slab_ * slab + sizeof(Table) + kSlots * kFewest * sizeof(Entry) +
          rows * kIndexBytes;
 }
 
@@ -117,7 +118,7 @@ std::size_t Table::make(std::int64_t id) {
   const std::uint64_t hash = hash_of(id);
   if (const std::size_t known = find(id, hash); known != kNone) return known;
   if (rows_ == slabs_.size() * per_slab_) {
-    const std::size_t bytes = rounded_up(per_slab_ * (stride_ + kId), kSlab);
+    const std::size_t bytes = round_up(per_slab_ * (stride_ + kId), kSlab);
     auto* const memory = static_cast<std::byte*>(std::aligned_alloc(kSlab, bytes));
     if (memory == nullptr) throw std::bad_alloc();
     madvise(memory, bytes, MADV_HUGEPAGE);

@@ -7,14 +7,6 @@
 
 namespace ringreduce::parameter_server {
 
-Frame frame_with(std::uint32_t kind, const void* payload, std::size_t bytes) {
-  Frame frame{.header = {.kind = kind, .bytes = static_cast<std::uint32_t>(bytes)},
-              .own = std::make_shared_for_overwrite<std::byte[]>(bytes)};
-  std::memcpy(frame.own.get(), payload, bytes);
-  frame.data = frame.own.get();
-  return frame;
-}
-
 std::shared_ptr<std::byte[]> pack_for_wire(Packing packing, const std::byte* values, std::size_t bytes) {
   auto packed = std::make_shared_for_overwrite<std::byte[]>(wire_bytes(packing, bytes));
   for (std::size_t begin = 0; begin < bytes; begin += kFragment)

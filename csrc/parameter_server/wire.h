@@ -45,9 +45,6 @@ std::shared_ptr<std::byte[]> pack_for_wire(Packing packing, const std::byte* val
 // Converts the header of a frame with header.bytes bytes of values to that of the same values packed.
 FrameHeader packed(FrameHeader header, Packing packing);
 
-// Makes a frame with a copy of the payload.
-Frame frame_with(std::uint32_t kind, const void* payload, std::size_t bytes);
-
 // The base of both ends: connections, and a bell that rings when something has arrived.
 class Wire : public Connections::User {
  public:

@@ -24,7 +24,7 @@ constexpr std::size_t kCount = 2000, kPerBlock = 500;  // elements of the tensor
 constexpr std::size_t kData = 8 * kPerBlock * sizeof(std::int64_t);
 
 ps::ServerSpec spec_of(const ps::Server& server, const char* name) {
-  return {dup(server.values()), dup(server.bell()), ps::own_pidfd().release(), server.capacity(), name, 0, 0, ""};
+  return {dup(server.values()), dup(server.bell()), own_pidfd().release(), server.capacity(), name, 0, 0, ""};
 }
 
 template <class F>
@@ -40,8 +40,8 @@ void make_backup(ps::Server& server, ps::Server& backup) {
   int passage[2];
   check(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, passage) == 0, "no sockets");
   backup.follow(
-      {dup(journal.get()), dup(server.bell()), dup(server.values()), ps::own_pidfd().release(), passage[1], 0, "", ""});
-  server.lead({dup(journal.get()), dup(backup.bell()), dup(backup.values()), ps::own_pidfd().release(), passage[0],
+      {dup(journal.get()), dup(server.bell()), dup(server.values()), own_pidfd().release(), passage[1], 0, "", ""});
+  server.lead({dup(journal.get()), dup(backup.bell()), dup(backup.values()), own_pidfd().release(), passage[0],
                backup.capacity(), "the backup", ""});
   wait_for([&] { return server.standing().has_backup; }, "the new backup has not got all");
 }
@@ -68,7 +68,7 @@ struct Pair {
         client.attach_far(0, "the server");
         connect(client, id, *server, 0);
       } else {
-        server->join({id, "workers", dup(client.window()), client.window_bytes(), 1, 0, ps::own_pidfd().release(),
+        server->join({id, "workers", dup(client.window()), client.window_bytes(), 1, 0, own_pidfd().release(),
                       dup(client.news()), ""});
         client.attach(0, spec_of(*server, "the server"));
       }

@@ -14,6 +14,7 @@
 #include <string>
 #include <utility>
 
+#include "core/arithmetic.h"
 #include "core/error.h"
 
 namespace ringreduce {
@@ -25,8 +26,6 @@ constexpr std::size_t kNone = std::numeric_limits<std::size_t>::max();
 
 // Smaller pieces give their pages back at once: few faults are saved, and many kept pieces take long to search.
 constexpr std::size_t kLeastKept = std::size_t{64} << 10;
-
-constexpr std::size_t round_up(std::size_t n, std::size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 [[noreturn]] void throw_system(const std::string& what) {
   throw Error(ErrorKind::system, what + ": " + std::strerror(errno));

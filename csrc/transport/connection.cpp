@@ -61,6 +61,15 @@ class Descriptors {
 
 }  // namespace
 
+Frame frame_of(std::uint32_t kind, std::span<const std::byte> first, std::span<const std::byte> rest) {
+  const std::size_t bytes = first.size() + rest.size();
+  Frame frame{.header = {.kind = kind, .bytes = static_cast<std::uint32_t>(bytes)},
+              .own = std::make_shared_for_overwrite<std::byte[]>(bytes)};
+  std::copy(rest.begin(), rest.end(), std::copy(first.begin(), first.end(), frame.own.get()));
+  frame.data = frame.own.get();
+  return frame;
+}
+
 void close_in_children(int fd) { Descriptors::all().add(fd); }
 void close_everywhere(int fd) { Descriptors::all().close(fd); }
 

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <span>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -46,6 +47,13 @@ struct Frame {
   std::shared_ptr<std::byte[]> own = nullptr;  // the payload, if nobody else keeps it
   bool lent = false;                           // the payload is a call's: Connections::forget_lent()
 };
+
+// A frame with a copy of its payload: `first`, then `rest`.
+Frame frame_of(std::uint32_t kind, std::span<const std::byte> first, std::span<const std::byte> rest = {});
+template <class T>
+std::span<const std::byte> bytes_of(const T& value) {
+  return std::as_bytes(std::span(&value, 1));
+}
 
 // Is told what comes over connections, by one thread at a time. It must not call them back.
 class FrameUser {

@@ -11,15 +11,6 @@ constexpr Nanoseconds kTellEvery = 100 * kMillisecond;
 constexpr Nanoseconds kCourtesy = 50 * kMillisecond;
 constexpr Nanoseconds kLook = 20 * kMillisecond;
 
-Frame frame_of(std::uint32_t kind, std::span<const std::byte> image, std::span<const std::byte> text = {}) {
-  const std::size_t bytes = image.size() + text.size();
-  Frame frame{.header = {.kind = kind, .bytes = static_cast<std::uint32_t>(bytes)},
-              .own = std::make_shared_for_overwrite<std::byte[]>(bytes)};
-  std::copy(text.begin(), text.end(), std::copy(image.begin(), image.end(), frame.own.get()));
-  frame.data = frame.own.get();
-  return frame;
-}
-
 }  // namespace
 
 Links::Links(int rank, const Layout& layout, Region own, Fate& fate, Connect connect)
@@ -106,14 +97,12 @@ void Links::tell(bool at_once) {
   const AbortRecord* const record = fate_.error();
   for (int peer = 0; peer < static_cast<int>(layout_.ranks); ++peer) {
     if (!connections_.reaches(peer)) continue;
-    connections_.send(peer, frame_of(FrameKind::control, std::as_bytes(std::span(&image, 1))),
-                      Connections::When::latest);
+    connections_.send(peer, frame_of(FrameKind::control, bytes_of(image)), Connections::When::latest);
     if (record == nullptr || told_error_[static_cast<std::size_t>(peer)]) continue;
     told_error_[static_cast<std::size_t>(peer)] = true;
     const ErrorImage error{.kind = record->kind, .culprit = record->culprit, .reporter = record->reporter};
     const std::span text(record->message, strnlen(record->message, kErrorText));
-    connections_.send(peer, frame_of(FrameKind::error, std::as_bytes(std::span(&error, 1)), std::as_bytes(text)),
-                      Connections::When::first);
+    connections_.send(peer, frame_of(FrameKind::error, bytes_of(error), std::as_bytes(text)), Connections::When::first);
   }
 }
 

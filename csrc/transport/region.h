@@ -20,6 +20,7 @@
 #include <memory>
 #include <optional>
 
+#include "core/arithmetic.h"
 #include "core/call_header.h"
 #include "core/clock.h"
 #include "core/error.h"
@@ -51,7 +52,6 @@ struct Layout : Geometry {
 };
 
 inline constexpr std::size_t kPage = 4096;
-constexpr std::size_t round_up(std::size_t n, std::size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 enum class Place : std::uint32_t { slot, arena, process };
 

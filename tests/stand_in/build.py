@@ -35,7 +35,7 @@ LIBRARIES = {
 DRIVER_TEST = {
     "driver_test_kernels.so": ["tests/stand_in/driver_test_kernels.cpp"],
     "driver_test": [
-        *("tests/stand_in/driver_test.cpp", "csrc/cuda/*.cpp", "csrc/stress/plans.cpp"),
+        *("tests/stand_in/driver_test.cpp", "csrc/core/*.cpp", "csrc/cuda/*.cpp", "csrc/stress/plans.cpp"),
         *("csrc/engine/program.cpp", "csrc/engine/gpu/batches.cpp", "csrc/engine/gpu/flat_program.cpp"),
     ],
 }
@@ -46,7 +46,7 @@ NCCL_TEST = {
     "libnccl_2_12.so": ["tests/stand_in/libnccl_2_12.cpp", "csrc/cuda/driver.cpp"],
     "nccl_test": [
         *("tests/stand_in/nccl_test.cpp", "csrc/stress/harness.cpp", "csrc/stress/plans.cpp"),
-        *(f"csrc/{part}/*.cpp" for part in ("cuda", "nccl", "engine", "engine/gpu", "kernels", "kernels/gpu")),
+        *(f"csrc/{part}/*.cpp" for part in ("core", "cuda", "nccl", "engine", "engine/gpu", "kernels", "kernels/gpu")),
         "csrc/transport/*.cpp",
     ],
 }

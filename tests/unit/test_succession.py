@@ -8,9 +8,9 @@ What decides is the `Standing` that production runs. A model of the rest stands 
   carries out what the backup has confirmed. Before that, or without a backup, it carries out everything.
 - `answer`: Server::answer, hold and release_held. A push is answered when the backup has carried it out as well. A
   request that comes again is answered again and has no second effect, as Shard::on(Request) has it.
-- `lead`: Replication.lead, ServerProcess._follow_far, Server::lead_far, give_far_state and give_blocks. A backup that
+- `lead`: Replication.lead, ServerProcess._follow_far, Server::lead, give_state and give_blocks. A backup that
   was in the process before is stopped.
-- `follow`: JournalWire::deliver, Server::repeat_all and repeat, with take_block and become_far_server. A backup passes
+- `follow`: JournalWire::deliver, Server::repeat_all and repeat, with take_block and take_state. A backup passes
   over updates of a block that it has not got (keep_decided). Receiving a record and carrying it out are one step here:
   nobody sees a backup in between, and decided() carries out what is left.
 - `of_link`: a confirmation that the server hears, with its turn after that, and FarPartner::progress with on_silence.

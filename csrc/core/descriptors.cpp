@@ -1,4 +1,4 @@
-#include "parameter_server/descriptors.h"
+#include "core/descriptors.h"
 
 #include <fcntl.h>
 #include <poll.h>
@@ -13,7 +13,7 @@
 
 #include "core/error.h"
 
-namespace ringreduce::parameter_server {
+namespace ringreduce {
 namespace {
 
 union Control {
@@ -102,4 +102,4 @@ bool has_gone(int pidfd, int socket) {
   return (ends[0].revents & POLLIN) != 0 || (ends[1].revents & (POLLHUP | POLLERR)) != 0;
 }
 
-}  // namespace ringreduce::parameter_server
+}  // namespace ringreduce

@@ -1,4 +1,4 @@
-// Messages that carry file descriptors between processes of one host, over Unix sockets of type SOCK_SEQPACKET.
+// File descriptors that processes of one host give each other, in messages over Unix sockets of type SOCK_SEQPACKET.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 
 #include "core/file_descriptor.h"
 
-namespace ringreduce::parameter_server {
+namespace ringreduce {
 
 inline constexpr std::size_t kMostDescriptors = 240;  // in one message; the kernel's limit is 253
 inline constexpr std::size_t kMostMessage = 1024;     // bytes
@@ -35,6 +35,6 @@ FileDescriptor own_pidfd();
 // Whether both descriptors refer to the same file or shared memory.
 bool same_file(int one, int other);
 // Whether the process of the pidfd has ended or the other end of the socket is closed. `socket` may be -1.
-bool has_gone(int pidfd, int socket);
+bool has_gone(int pidfd, int socket = -1);
 
-}  // namespace ringreduce::parameter_server
+}  // namespace ringreduce
