@@ -1,4 +1,4 @@
-// The private parts of Server, for the files that implement it: server*.cpp and turns.cpp.
+// The private parts of Server, for the files that implement it: server*.cpp, partners.cpp and turns.cpp.
 #pragma once
 
 #include <algorithm>
