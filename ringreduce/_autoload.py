@@ -38,18 +38,22 @@ def register() -> None:
             # Groups keep a flight record of their own. From 2.15 on torch would keep another, for 2 us a call or more.
             recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
             recording.add(NAME)
-            if os.environ.get(AS_GLOO, "").strip() not in ("", "0"):
-                _as_gloo()
+            _as_gloo(os.environ.get(AS_GLOO, "").strip())
     except Exception:
         logging.getLogger(__name__).debug("backend %s was not registered", NAME, exc_info=True)
 
 
-def _as_gloo() -> None:
+def _as_gloo(value: str) -> None:
+    """Problems are warnings, since the user has asked for it."""
+    if value in ("", "0"):
+        return
     try:
+        if value != "1":
+            raise ValueError(f"it is {value!r}; it must be 0 or 1")
         from ringreduce.groups.as_gloo import as_gloo
 
         as_gloo()
-    except Exception as error:  # the user has asked for it, so this is a warning
+    except Exception as error:
         logging.getLogger(__name__).warning("%s has no effect, groups of gloo stay with Gloo: %s", AS_GLOO, error)
 
 

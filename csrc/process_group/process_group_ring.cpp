@@ -317,8 +317,10 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupRing::shrink(const std::vector<int
 
 c10::intrusive_ptr<c10d::Backend> ProcessGroupRing::regroup(const std::vector<int>& ranks, const char* why,
                                                             const c10::intrusive_ptr<Options>& opts) {
-  return settings_.regroup(c10::intrusive_ptr<c10d::Backend>::reclaim_copy(this), ranks, why,
-                           opts ? opts->timeout : timeout_.load());
+  auto made = settings_.regroup(c10::intrusive_ptr<c10d::Backend>::reclaim_copy(this), ranks, why,
+                                opts ? opts->timeout : timeout_.load());
+  if (auto* const ring = dynamic_cast<ProcessGroupRing*>(made.get())) ring->shared_->as_gloo = shared_->as_gloo;
+  return made;
 }
 
 // ---- messages between two ranks, and several calls as one Work ----

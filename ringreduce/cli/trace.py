@@ -8,10 +8,11 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import math
 import pickle
 import re
 import statistics
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,11 +24,17 @@ from ringreduce.common.units import time_text
 CLOCKS_DIFFER = 1e-3
 """Seconds by which the ends of two ranks' calls differ in the median, from which on their clocks count as different."""
 
+ANOTHER_RUN = 60.0
+"""Seconds from which on a rank's times are too far from the others' for one run."""
+
 ENDS_TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier", "sparse_all_reduce")
 """How the names of collectives begin that no rank ends before all have begun them."""
 
 MOST_UNFINISHED = 20
 """Lines about calls that some rank has not ended."""
+
+LARGEST = 2 << 30
+"""Bytes of a record; a call takes some 170."""
 
 
 class Call(NamedTuple):
@@ -38,9 +45,18 @@ class Call(NamedTuple):
     name: str  # "all_reduce", or "send 0->1"
     number: int  # among the group's collectives, or among the messages from one rank to another
     message: bool
-    begun: float
+    begun: float  # when its turn came: an asynchronous call is made earlier
     ended: float | None
     detail: dict[str, Any]
+
+
+class Record(NamedTuple):
+    """A rank's file."""
+
+    path: Path
+    calls: list[Call]
+    groups: dict[str, list[int]]
+    """The global ranks of each group."""
 
 
 def add(commands: Any, summary: str) -> None:
@@ -62,29 +78,35 @@ def add(commands: Any, summary: str) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    recorded: dict[int, list[Call]] = {}
-    members: dict[str, list[int]] = {}
+    records: dict[int, Record] = {}
     for path in arguments.records:
         rank = _rank_of(path)
-        if rank in recorded:
+        if rank in records:
             raise InvalidArgument(f"{path}: another file's name ends with {rank} too; give one for each rank")
-        recorded[rank] = _read(path, rank, members)
-    offsets = clock_offsets(recorded)
-    calls = [_moved(call, offsets[rank]) for rank, its in recorded.items() for call in its]
+        records[rank] = _read(path, rank)
+    offsets = clock_offsets({rank: record.calls for rank, record in records.items()})
+    alike = {rank: offset for rank, offset in offsets.items() if abs(offset) < ANOTHER_RUN}
+    calls = [_moved(call, alike.get(rank, 0.0)) for rank, its in records.items() for call in its.calls]
+    members = {name: ranks for record in records.values() for name, ranks in record.groups.items()}
     found = {
-        "ranks": {str(rank): len(its) for rank, its in sorted(recorded.items())},
-        "clock_offsets_s": {str(rank): offset for rank, offset in offsets.items() if offset},
+        "ranks": {str(rank): len(its.calls) for rank, its in sorted(records.items())},
+        "without_file": sorted({rank for ranks in members.values() for rank in ranks} - records.keys()),
+        "of_another_run": sorted(_strangers(calls) | (offsets.keys() - alike.keys())),
+        "clock_offsets_s": {str(rank): offset for rank, offset in alike.items() if offset},
         "last": waited_for(calls),
-        "not_ended": not_ended(calls, members),
+        "not_ended": not_ended(calls, members, records.keys()),
     }
     if arguments.save:
-        write_file(arguments.save, json.dumps({"traceEvents": list(events(calls))}).encode())
-    put(json.dumps(found, indent=1)) if arguments.json else _show(found, arguments.save)
+        write_file(arguments.save, json.dumps({"traceEvents": list(events(calls))}, allow_nan=False).encode())
+    if arguments.json:
+        put(json.dumps(found, indent=1))
+    else:
+        _show(found, records, arguments.save)
     return 0
 
 
 def _rank_of(path: Path) -> int:
-    number = re.search(r"\d+$", path.name)
+    number = re.search(r"[0-9]+$", path.name)
     if not number:
         raise InvalidArgument(f"{path}: its name must end with the rank, as in rank0; rename it")
     return int(number[0])
@@ -99,33 +121,51 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it refers to {module}.{name}")
 
 
-def _read(path: Path, rank: int, members: dict[str, list[int]]) -> list[Call]:
-    """The calls in a file. Adds the ranks of its groups to `members`."""
-    content = content_of(path)
+def _read(path: Path, rank: int) -> Record:
+    content = content_of(path, LARGEST)
+    if not content:
+        raise InvalidArgument(f"{path}: this file is empty; the rank ended before it wrote its record")
     try:
         record = _Unpickler(io.BytesIO(content)).load()
-        for name, group in record["pg_config"].items():
-            members[name] = json.loads(group["ranks"])
-        return [_call(rank, entry) for entry in record["entries"]]
-    except Exception as error:  # what has been pickled by others may raise any
+        groups = {str(name): _ranks_in(group["ranks"]) for name, group in record["pg_config"].items()}
+        return Record(path, [_call(rank, entry) for entry in record["entries"]], groups)
+    except Exception as error:  # what others have pickled may raise any
         raise InvalidArgument(
-            f"{path}: this is no flight record ({error}); ringreduce.dump_flight_record(path) writes one"
+            f"{path}: this is no flight record, or one that is cut off ({error}); ringreduce.dump_flight_record(path) "
+            "writes one"
         ) from None
+
+
+def _ranks_in(text: str) -> list[int]:
+    return [int(rank) for rank in list(json.loads(text))]
 
 
 def _call(rank: int, entry: dict[str, Any]) -> Call:
     message = bool(entry["is_p2p"])
-    done = entry["state"] == "completed" and entry["time_discovered_completed_ns"]
+    begun = _seconds(entry["time_discovered_started_ns"] or entry["time_created_ns"])
+    done = entry["state"] == "completed" and bool(entry["time_discovered_completed_ns"])
     return Call(
         rank,
         str(entry["process_group"][0]),
         str(entry["profiling_name"]).partition(":")[2],
         int(entry["p2p_seq_id" if message else "collective_seq_id"]),
         message,
-        entry["time_created_ns"] / 1e9,
-        entry["time_discovered_completed_ns"] / 1e9 if done else None,
-        {"sizes": entry["input_sizes"], "dtypes": entry["input_dtypes"], "state": entry["state"]},
+        begun,
+        _seconds(entry["time_discovered_completed_ns"]) if done else None,
+        {
+            "sizes": str(entry["input_sizes"]),
+            "dtypes": str(entry["input_dtypes"]),
+            "state": str(entry["state"]),
+            "queued_us": round((begun - _seconds(entry["time_created_ns"])) * 1e6, 3),
+        },
     )
+
+
+def _seconds(nanoseconds: Any) -> float:
+    """Checked, since everything is shown from the earliest time on."""
+    if not isinstance(nanoseconds, int) or nanoseconds <= 0:
+        raise ValueError(f"a time is {nanoseconds!r}")
+    return nanoseconds / 1e9
 
 
 def _moved(call: Call, by: float) -> Call:
@@ -151,6 +191,19 @@ def clock_offsets(recorded: dict[int, list[Call]]) -> dict[int, float]:
     return offsets
 
 
+def _strangers(calls: Iterable[Call]) -> set[int]:
+    """Ranks whose calls all ended long before any other rank's began."""
+    spans: dict[int, tuple[float, float]] = {}
+    for call in calls:
+        begin, end = spans.get(call.rank, (math.inf, 0.0))
+        spans[call.rank] = min(begin, call.begun), max(end, call.ended or call.begun)
+    return {
+        rank
+        for rank, (_, end) in spans.items()
+        if len(spans) > 1 and all(end + ANOTHER_RUN < begin for other, (begin, _) in spans.items() if other != rank)
+    }
+
+
 def _collectives(calls: Iterable[Call]) -> dict[tuple[str, int], list[Call]]:
     """The collectives, as each rank that has them recorded them."""
     found: dict[tuple[str, int], list[Call]] = {}
@@ -172,46 +225,64 @@ def waited_for(calls: Iterable[Call]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["waited_s"])
 
 
-def not_ended(calls: Iterable[Call], members: dict[str, list[int]]) -> list[dict[str, Any]]:
-    """The collectives that some rank has begun and not ended, the earliest first, and who has not begun them.
-
-    Ranks without a file are left out, and calls that a rank's record may have had and has no longer.
-    """
+def not_ended(calls: Iterable[Call], members: dict[str, list[int]], files: Collection[int]) -> list[dict[str, Any]]:
+    """The calls that some rank has begun and not ended, the earliest first: who called what, and which ranks of `files`
+    have not begun them. A call that a rank's record has no longer counts as begun."""
     calls = list(calls)
     latest: dict[tuple[str, int], int] = {}
     for call in calls:
         if not call.message:
             latest[call.group, call.rank] = max(call.number, latest.get((call.group, call.rank), 0))
+    of_call = _collectives(calls) | {
+        (f"{call.rank} {call.group} {call.name}", call.number): [call] for call in calls if call.message
+    }
     found = []
-    with_files = {call.rank for call in calls}
-    for (group, number), each in _collectives(calls).items():
+    for (_, number), each in of_call.items():
         if all(call.ended is not None for call in each):
             continue
-        ranks = members.get(group) or sorted(with_files)
-        missing = [rank for rank in ranks if rank in with_files and latest.get((group, rank), 0) < number]
-        waiting = sorted(call.rank for call in each if call.ended is None)
-        begun = min(call.begun for call in each)
-        found.append({"group": group, "number": number, "name": each[0].name, "begun": begun, "not_ended_by": waiting,
-                      "not_begun_by": missing})  # fmt: skip
+        group, names = each[0].group, dict[str, list[int]]()
+        for call in sorted(each):
+            names.setdefault(call.name, []).append(call.rank)
+        ranks = () if each[0].message else members.get(group, ())
+        found.append(
+            {
+                "group": group,
+                "number": number,
+                "calls": names,
+                "begun": min(call.begun for call in each),
+                "not_ended_by": sorted(call.rank for call in each if call.ended is None),
+                "not_begun_by": [rank for rank in ranks if rank in files and latest.get((group, rank), 0) < number],
+            }
+        )
     return sorted(found, key=lambda row: row["begun"])
 
 
 def events(calls: Iterable[Call]) -> Iterable[dict[str, Any]]:
-    """The trace in Chrome's format: a process for each rank, a thread for each of its groups, times in microseconds."""
-    calls = list(calls)
-    groups = {group: number for number, group in enumerate(sorted({call.group for call in calls}))}
-    start = min((call.begun for call in calls), default=0.0)
-    end = max((call.ended or call.begun for call in calls), default=0.0)
+    """The trace in Chrome's format: a process for each rank, threads for each of its groups, times in microseconds.
+
+    Calls on one thread must not overlap, so a group has as many as it has calls at the same time.
+    """
+    calls = sorted(calls, key=lambda call: call.begun)
+    start = calls[0].begun if calls else 0.0
+    last = max((call.ended or call.begun for call in calls), default=0.0)
+    lanes: dict[tuple[int, str], list[float]] = {}  # when the latest call on each thread ends
+    threads: dict[tuple[int, str, int], int] = {}
     for rank in sorted({call.rank for call in calls}):
         yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
-    for rank, group in sorted({(call.rank, call.group) for call in calls}):
-        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": groups[group], "args": {"name": f"group {group}"}}
     for call in calls:
-        ended = end if call.ended is None else call.ended
+        ended = last if call.ended is None else call.ended
+        ends = lanes.setdefault((call.rank, call.group), [])
+        lane = next((each for each, end in enumerate(ends) if end <= call.begun), len(ends))
+        ends[lane : lane + 1] = [ended]
+        at = call.rank, call.group, lane
+        if at not in threads:
+            threads[at] = len(threads)
+            name = {"name": f"group {call.group}"}
+            yield {"ph": "M", "name": "thread_name", "pid": call.rank, "tid": threads[at], "args": name}
         yield {
             "ph": "X",
             "pid": call.rank,
-            "tid": groups[call.group],
+            "tid": threads[at],
             "name": call.name if call.ended is not None else f"{call.name} (not ended)",
             "ts": (call.begun - start) * 1e6,
             "dur": max(ended - call.begun, 0.0) * 1e6,
@@ -219,22 +290,32 @@ def events(calls: Iterable[Call]) -> Iterable[dict[str, Any]]:
         }
 
 
-def _show(found: dict[str, Any], saved: Path | None) -> None:
+def _show(found: dict[str, Any], records: dict[int, Record], saved: Path | None) -> None:
     to = console()
+    if found["without_file"]:
+        say(to, f"there is no file of {_ranks(found['without_file'])}, which may have ended first")
+    for rank in found["of_another_run"]:
+        say(to, f"{records[rank].path}: its times are far from the others'; is it of another run?")
     for rank, offset in found["clock_offsets_s"].items():
-        say(to, f"rank {rank}: its clock is {time_text(abs(offset))} {'ahead' if offset > 0 else 'behind'}; corrected")
+        say(to, f"rank {rank}: its clock is {time_text(abs(offset))} {'ahead' if offset > 0 else 'behind'} of rank "
+            f"{min(records)}'s; corrected")  # fmt: skip
     rows = table("rank", "began last", "others waited", right=("began last", "others waited"))
     for row in found["last"]:
         rows.add_row(str(row["rank"]), str(row["collectives"]), time_text(row["waited_s"]))
-    to.print(rows) if found["last"] else say(to, "no collective is in the records of two ranks")
+    if found["last"]:
+        to.print(rows)
+    else:
+        say(to, "no collective is in the records of two ranks")
     for row in found["not_ended"][:MOST_UNFINISHED]:
-        ranks = f"not ended by {_ranks(row['not_ended_by'])}"
+        (name, *others), ranks = row["calls"], f"not ended by {_ranks(row['not_ended_by'])}"
+        if others:
+            name, ranks = "different calls", ", ".join(f"{name} by {_ranks(by)}" for name, by in row["calls"].items())
         missing = f"; not begun by {_ranks(row['not_begun_by'])}" if row["not_begun_by"] else ""
-        say(to, f"group {row['group']}: {row['name']} #{row['number']}: {ranks}{missing}")
+        say(to, f"group {row['group']}: {name} #{row['number']}: {ranks}{missing}")
     if len(found["not_ended"]) > MOST_UNFINISHED:
         say(to, f"{len(found['not_ended']) - MOST_UNFINISHED} more have not ended; --json has them all")
     if saved:
-        say(to, f"trace: {saved}; open it at https://ui.perfetto.dev")
+        say(to, f"trace: {saved}, for https://ui.perfetto.dev")
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -6,8 +6,9 @@ DDP does for its log, so there the type stays CUSTOM.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch._C._distributed_c10d import ProcessGroup
 from torch.distributed import Backend
 
 from ringreduce._autoload import NAME, create
+from ringreduce.errors import CollectiveTimeout, InvalidArgument
 
 GLOO, CUSTOM = "gloo", ProcessGroup.BackendType.CUSTOM
 _replaced: list[Any] = []
@@ -31,7 +33,12 @@ def as_gloo(enabled: bool = True) -> None:
 
     Args:
         enabled: False lets new groups of backend "gloo" run on Gloo again.
+
+    Raises:
+        InvalidArgument: `enabled` is not a bool.
     """
+    if not isinstance(enabled, bool):
+        raise InvalidArgument(f"enabled is {enabled!r}; it must be True or False")
     if enabled == bool(_replaced):
         return
     if hasattr(Backend, "_ensure_backend_registered"):  # from torch 2.14 on Gloo is a plugin, as this backend is
@@ -50,13 +57,24 @@ def as_gloo(enabled: bool = True) -> None:
         c10d._new_process_group_helper = _replaced.pop()
 
 
+@contextlib.contextmanager
+def _hint() -> Iterator[None]:
+    """A rank that has not called `as_gloo` waits for the others as one of Gloo, so they do not meet."""
+    try:
+        yield
+    except CollectiveTimeout as error:
+        why = "if it has not called as_gloo, or set RINGREDUCE_AS_GLOO=1, its group is one of Gloo; do so on all ranks"
+        raise CollectiveTimeout(f"{error}; {why}", error.culprit) from None
+
+
 def _creator(gloo: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """What makes the backend of a group of "gloo", in place of torch's function `gloo`."""
 
     def creator(opts: Any, options: Any) -> Any:
         if getattr(opts, "enable_reconfigure", False):  # only Gloo can
             return gloo(opts, options)
-        made = create(opts, options)
+        with _hint():
+            made = create(opts, options)
         made.show_as_gloo()
         return made
 
@@ -72,13 +90,15 @@ def _helper(make: Callable[..., Any]) -> Callable[..., Any]:
         devices = config.get_device_backend_map()
         if devices.get("cpu") != GLOO:
             return make(size, rank, ranks, backend, *args, **named)
-        from ringreduce.groups.lookup import backend_of
+        from ringreduce.groups.lookup import found_in
 
         others = {device: name for device, name in devices.items() if name != GLOO}
         ours = ",".join(f"{device}:{name}" for device, name in {"cpu": NAME, **others}.items())
-        group, store = make(size, rank, ranks, Backend(ours), *args, **named)
-        if store is not None:  # this rank is in the group
-            backend_of(group).show_as_gloo()
+        with _hint():
+            group, store = make(size, rank, ranks, Backend(ours), *args, **named)
+        # Not where this rank is not in the group, or where torch has found one of Gloo that it had made before.
+        if store is not None and (its := found_in(group)) is not None:
+            its.show_as_gloo()
             made = group._get_backend(torch.device("cpu"))
             for device in devices.keys() - others.keys():
                 group._register_backend(torch.device(device), CUSTOM, made)

@@ -51,7 +51,14 @@ from ringreduce.groups.exchange import NOTHING, WHO, Exchange, beforehand, passe
 from ringreduce.groups.lookup import found_in, registered, remember
 from ringreduce.groups.meet import Meeting, agree_on_config, meet
 from ringreduce.groups.ready import agreed, location_of
-from ringreduce.groups.survivors import Lineage, Survivors, shrinking, survivors_of, use_instead
+from ringreduce.groups.survivors import (
+    Lineage,
+    Survivors,
+    call_shrunk_groups_by_their_type,
+    shrinking,
+    survivors_of,
+    use_instead,
+)
 
 if TYPE_CHECKING:
     from ringreduce.groups.between_hosts import Links
@@ -83,6 +90,7 @@ class _AfterAllHandlers:
 
 
 atexit.register(id, _AfterAllHandlers())
+call_shrunk_groups_by_their_type()
 
 
 @functools.lru_cache(maxsize=1)

@@ -14,13 +14,16 @@ import contextlib
 import functools
 import json
 import threading
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
+import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from ringreduce._autoload import NAME
 from ringreduce._C import ProcessGroupRing
 from ringreduce.common.ranks import call_ranks
 from ringreduce.coordination.ledger import Ledger
@@ -34,6 +37,29 @@ if TYPE_CHECKING:
     from ringreduce.coordination.store import Directory
 
 _living: WeakValueDictionary[int, Survivors] = WeakValueDictionary()
+
+
+def call_shrunk_groups_by_their_type() -> None:
+    """Lets `dist.shrink_group` make a group whose backend is of type CUSTOM, as all groups of this backend are.
+
+    torch chooses GLOO or NCCL by the device. Its C++ then takes the backend for a `ProcessGroupGloo`: DDP reads its
+    members for a log. It makes a device of the old group known to the new one only if the old one was bound to it.
+    """
+    make: Callable[..., dist.ProcessGroup] | None = getattr(c10d, "_create_shrunk_process_group", None)
+    if make is None:
+        return
+
+    @functools.wraps(make)
+    def create(new_backend: Any, *args: Any, **named: Any) -> dist.ProcessGroup:
+        group = make(new_backend, *args, **named)
+        if isinstance(new_backend, ProcessGroupRing):
+            custom = dist.ProcessGroup.BackendType.CUSTOM
+            for device in dist.Backend.backend_capability[NAME]:
+                group._register_backend(torch.device(device), custom, new_backend)
+            group._set_default_backend(custom)
+        return group
+
+    c10d._create_shrunk_process_group = create
 
 
 class Agreement(NamedTuple):

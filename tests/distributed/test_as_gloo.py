@@ -16,6 +16,7 @@ from distributed.harness import Rank, run
 from torch.nn.parallel import DistributedDataParallel
 
 import ringreduce
+from ringreduce.errors import InvalidArgument
 from ringreduce.groups import as_gloo as module
 from ringreduce.groups.lookup import found_in
 
@@ -111,6 +112,38 @@ def test_with_the_checks_of_torch_distributed_debug() -> None:
     run(in_detail, 2)
 
 
+def on_one_rank_only(me: Rank) -> str:
+    me.meet("all are here")  # the timeout is short, and processes start as they can
+    ringreduce.as_gloo(me.rank == 0)
+    with pytest.raises(Exception) as raised, me.join(backend="gloo", timeout=2.0):
+        pass
+    return str(raised.value)
+
+
+def test_a_rank_that_has_not_called_it_is_hinted_at() -> None:
+    assert "if it has not called as_gloo" in run(on_one_rank_only, 2)[0]
+
+
+def tagged(me: Rank) -> None:
+    with me.join(backend="gloo"):
+        ranks = list(range(me.size))
+        first = dist.distributed_c10d._new_group_with_tag(ranks, backend="gloo", pg_tag="mine")
+        ringreduce.as_gloo()
+        again = dist.distributed_c10d._new_group_with_tag(ranks, backend="gloo", pg_tag="mine")
+        assert again is first
+        check_group(first, ours=False)
+
+
+def test_a_tagged_group_that_there_is_stays_with_gloo() -> None:
+    run(tagged, 2)
+
+
+@pytest.mark.parametrize("enabled", [None, "", 1, []])
+def test_what_is_no_bool_is_refused(enabled: Any) -> None:
+    with pytest.raises(InvalidArgument, match="it must be True or False"):
+        ringreduce.as_gloo(enabled)
+
+
 PROGRAM = """
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -122,7 +155,13 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
-    ("value", "kind"), [("1", "ProcessGroupRing"), ("0", "ProcessGroupGloo"), ("", "ProcessGroupGloo")]
+    ("value", "kind"),
+    [
+        ("1", "ProcessGroupRing"),
+        ("0", "ProcessGroupGloo"),
+        ("", "ProcessGroupGloo"),
+        ("false", "ProcessGroupGloo"),
+    ],
 )
 def test_the_variable(value: str, kind: str, tmp_path: Any) -> None:
     program = tmp_path / "program.py"
@@ -131,6 +170,7 @@ def test_the_variable(value: str, kind: str, tmp_path: Any) -> None:
     environment = os.environ | {"RINGREDUCE_AS_GLOO": value, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.splitlines() == [f"gloo {kind} [2.0, 2.0, 2.0]"] * 2
+    assert ("RINGREDUCE_AS_GLOO has no effect" in done.stderr) == (value == "false")
 
 
 class Plugin(tuple):  # type: ignore[type-arg]

@@ -160,7 +160,7 @@ def test_a_timeout_leaves_a_record_that_names_the_culprit(tmp_path: Path) -> Non
     text = analysis(tmp_path)
     assert "missing ranks: {2}" in text, text
     (row,) = merged(tmp_path)["not_ended"]
-    assert row["name"] == "all_reduce" and row["not_ended_by"] == [0, 1] and row["not_begun_by"] == [2]
+    assert row["calls"] == {"all_reduce": [0, 1]} and row["not_ended_by"] == [0, 1] and row["not_begun_by"] == [2]
 
 
 def timing_out(me: Rank, folder: str) -> None:

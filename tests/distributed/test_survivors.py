@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed.harness import Rank, Ranks, run
+from torch.nn.parallel import DistributedDataParallel
 
 import ringreduce
 from ringreduce.coordination import rounds
@@ -70,6 +71,32 @@ def test_survivors_agree_and_go_on(hosts: str) -> None:
         ranks.signal(1, signal.SIGKILL)
         agreed = ranks.results(but=(1,))
         assert agreed == [survivors.Agreement(1, [0, 2, 3], [1])] * 3
+
+
+def train_on(me: Rank, as_gloo: bool) -> None:
+    ringreduce.as_gloo(as_gloo)
+    with me.join(backend="gloo" if as_gloo else "ringreduce"):
+        me.report("in the loop")
+        fails(1)
+        dist.shrink_group(ringreduce.agree().lost, shrink_flags=ABORT)
+        assert dist.group.WORLD is not None and dist.group.WORLD.name() == "custom"
+        assert dist.get_backend() == ("gloo" if as_gloo else "ringreduce")
+        model = DistributedDataParallel(torch.nn.Linear(3, 1))
+        model(torch.full((2, 3), float(dist.get_rank()))).sum().backward()
+        assert model.module.weight.grad is not None
+        torch.testing.assert_close(model.module.weight.grad, torch.ones(1, 3))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            dist.all_reduce(torch.ones(3))
+        name = "gloo:all_reduce" if as_gloo else "ringreduce:all_reduce"
+        assert name in {event.name for event in profile.events()}
+
+
+@pytest.mark.parametrize("as_gloo", [False, True])
+def test_ddp_on_the_default_group_that_has_shrunk(as_gloo: bool) -> None:
+    with Ranks(train_on, 3, as_gloo) as ranks:
+        ranks.reports()
+        ranks.signal(1, signal.SIGKILL)
+        ranks.results(but=(1,))
 
 
 def survive_the_launcher(me: Rank) -> None:

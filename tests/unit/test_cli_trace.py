@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 from pathlib import Path
@@ -13,11 +14,17 @@ import pytest
 from ringreduce import cli
 from ringreduce.cli.trace import CLOCKS_DIFFER
 
-BEGIN = 1_800_000_000.0
+BEGIN, QUEUED = 1_800_000_000.0, 0.25
+
+
+def nanoseconds(after_begin: float) -> Any:
+    return math.nan if math.isnan(after_begin) else round((BEGIN + after_begin) * 1e9)
 
 
 def entry(number: int, begun: float, ended: float | None, name: str = "all_reduce", group: str = "0") -> dict[str, Any]:
-    """As C++ writes it, but for the fields that `trace` does not read. Times are seconds after BEGIN."""
+    """As C++ writes it, but for the fields that `trace` does not read. Times are seconds after BEGIN.
+
+    distributed/test_report.py reads records that C++ has written."""
     message = " " in name
     return {
         "process_group": (group, "default_pg"),
@@ -26,8 +33,9 @@ def entry(number: int, begun: float, ended: float | None, name: str = "all_reduc
         "collective_seq_id": 0 if message else number,
         "p2p_seq_id": number if message else 0,
         "state": "started" if ended is None else "completed",
-        "time_created_ns": round((BEGIN + begun) * 1e9),
-        "time_discovered_completed_ns": None if ended is None else round((BEGIN + ended) * 1e9),
+        "time_created_ns": nanoseconds(begun - QUEUED),
+        "time_discovered_started_ns": nanoseconds(begun),
+        "time_discovered_completed_ns": None if ended is None else nanoseconds(ended),
         "input_sizes": [[1000]],
         "input_dtypes": ["Float"],
     }
@@ -66,12 +74,43 @@ def test_calls_that_have_not_ended_name_who_has_not_begun(tmp_path: Path, capsys
         record(tmp_path, 2, [entry(7, 0.0, 0.1), entry(8, 1.5, None)]),
     ]
     (row,) = found(capsys, *paths)["not_ended"]
-    assert row["name"] == "all_reduce" and row["number"] == 8
+    assert row["calls"] == {"all_reduce": [0, 2]} and row["number"] == 8
     assert row["not_ended_by"] == [0, 2] and row["not_begun_by"] == [1]
     assert cli.main(["trace", *paths]) == 0
     assert "all_reduce #8: not ended by ranks 0, 2; not begun by rank 1" in capsys.readouterr().out
-    # a rank without a file is not blamed
-    assert found(capsys, paths[0], paths[2])["not_ended"][0]["not_begun_by"] == []
+    # a rank without a file is named apart
+    said = found(capsys, paths[0], paths[2])
+    assert said["not_ended"][0]["not_begun_by"] == [] and said["without_file"] == [1]
+    assert cli.main(["trace", paths[0], paths[2]]) == 0
+    assert "there is no file of rank 1" in capsys.readouterr().out
+    # one that has made no call has begun none
+    record(tmp_path, 1, [])
+    assert found(capsys, *paths)["not_ended"][0]["not_begun_by"] == [1]
+
+
+def test_different_calls_and_messages_that_have_not_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [
+        record(tmp_path, 0, [entry(1, 0.0, None), entry(4, 1.0, None, "send 0->1", "0:0 to 1")], "[0, 1]"),
+        record(
+            tmp_path, 1, [entry(1, 0.0, None, "all_gather"), entry(4, 1.5, None, "recv 0->1", "0:0 to 1")], "[0, 1]"
+        ),
+    ]
+    assert cli.main(["trace", *paths]) == 0
+    said = capsys.readouterr().out
+    assert "group 0: different calls #1: all_reduce by rank 0, all_gather by rank 1" in said
+    assert "send 0->1 #4: not ended by rank 0" in said and "recv 0->1 #4: not ended by rank 1" in said
+
+
+def test_files_of_another_run_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = [entry(number, number - 5000.0, number - 4999.5) for number in range(1, 4)]
+    new = [entry(number, number, number + 0.5) for number in range(11, 14)]
+    paths = [record(tmp_path, 0, new), record(tmp_path, 1, new), record(tmp_path, 2, old)]
+    assert found(capsys, *paths)["of_another_run"] == [2]
+    assert cli.main(["trace", *paths]) == 0
+    assert f"{paths[2]}: its times are far from the others'" in capsys.readouterr().out
+    record(tmp_path, 2, [entry(number, number - 5000.0, number - 4999.5) for number in range(11, 14)])
+    said = found(capsys, *paths)
+    assert said["of_another_run"] == [2] and said["clock_offsets_s"] == {}
 
 
 def test_clocks_of_other_hosts_are_corrected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +130,8 @@ def test_clocks_of_other_hosts_are_corrected(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_the_trace_has_all_calls(tmp_path: Path) -> None:
-    calls = [entry(1, 0.0, 0.25), entry(2, 1.0, None), entry(1, 0.5, 0.75, "send 0->1", "0:0 to 1")]
+    calls = [entry(1, 0.0, 0.25), entry(2, 0.5, None), entry(1, 0.5, 0.75, "send 0->1", "0:0 to 1")]
+    calls.append(entry(3, 0.6, 0.7))  # beside one that has not ended
     trace = tmp_path / "trace.json"
     assert cli.main(["trace", record(tmp_path, 3, calls), "--save", str(trace)]) == 0
     written = json.loads(trace.read_text())["traceEvents"]
@@ -100,10 +140,17 @@ def test_the_trace_has_all_calls(tmp_path: Path) -> None:
         ("process_name", None): "rank 3",
         ("thread_name", 0): "group 0",
         ("thread_name", 1): "group 0:0 to 1",
+        ("thread_name", 2): "group 0",
     }
-    shown = [(each["name"], each["ts"], each["dur"]) for each in written if each["ph"] == "X"]
-    assert [name for name, *_ in shown] == ["all_reduce", "all_reduce (not ended)", "send 0->1"]
-    assert shown[0][1:] == pytest.approx((0.0, 0.25e6), abs=1) and shown[1][2] == 0.0
+    shown = [(each["name"], each["tid"], each["ts"], each["dur"]) for each in written if each["ph"] == "X"]
+    assert [(name, thread) for name, thread, *_ in shown] == [
+        ("all_reduce", 0),
+        ("all_reduce (not ended)", 0),
+        ("send 0->1", 1),
+        ("all_reduce", 2),
+    ]
+    assert shown[0][2:] == pytest.approx((0.0, 0.25e6), abs=1) and shown[1][3] == pytest.approx(0.25e6, abs=1)
+    assert all(each["args"]["queued_us"] == pytest.approx(QUEUED * 1e6) for each in written if each["ph"] == "X")
 
 
 class Harmful:
@@ -116,9 +163,13 @@ class Harmful:
     [
         ("record", pickle.dumps({}), "must end with the rank"),
         ("rank0", b"no pickle", "no flight record"),
-        ("rank0", b"", "no flight record"),
+        ("rank0", b"", "this file is empty"),
+        ("rank0", pickle.dumps({"pg_config": {}, "entries": []})[:-3], "cut off"),
+        ("rank0", pickle.dumps({"pg_config": {"0": {"ranks": "5"}}, "entries": []}), "no flight record"),
+        ("rank0", pickle.dumps({"pg_config": {}, "entries": [entry(1, math.nan, 1.0)]}), "a time is nan"),
+        ("rank0", pickle.dumps({"pg_config": {}, "entries": [entry(1, -BEGIN, 1.0)]}), "a time is -"),
         ("rank0", pickle.dumps([1]), "no flight record"),
-        ("rank0", pickle.dumps({"pg_config": {}, "entries": [{}]}), "no flight record ('is_p2p')"),
+        ("rank0", pickle.dumps({"pg_config": {}, "entries": [{}]}), "cut off ('is_p2p')"),
         ("rank0", pickle.dumps({"pg_config": {"0": {"ranks": "[0"}}, "entries": []}), "no flight record"),
         ("rank0", pickle.dumps(Harmful()), "it refers to posix.system"),
     ],
