@@ -47,11 +47,9 @@ class Etcd(Values):
         self._of_thread = threading.local()
 
     def value(self, key: str) -> bytes | None:
-        """The value under a key; None: there is none."""
         return _first(self._ask("range", {"key": self._name(key)}))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all of the keys have values."""
         ranges = [{"request_range": {"key": self._name(key), "count_only": True}} for key in keys]
         return all(
             answer["response_range"].get("count")
@@ -60,7 +58,6 @@ class Etcd(Values):
         )
 
     def names(self) -> list[str]:
-        """All keys that have a value."""
         begin, after = self._name(""), _text(f"{self._prefix}0")  # "0" is the character after "/"
         answer = self._ask("range", {"key": begin, "range_end": after, "keys_only": True})
         return [base64.b64decode(each["key"]).decode()[len(self._prefix) + 1 :] for each in answer.get("kvs", ())]
@@ -69,7 +66,6 @@ class Etcd(Values):
         self._ask("put", {"key": self._name(key), "value": _text(value)})
 
     def compare_set(self, key: str, expected: str, desired: str) -> str:
-        """Makes `desired` the value if it is `expected` ('': there is none); returns the value that is there then."""
         answer = self._ask("txn", self._exchange(key, expected, desired))
         if answer.get("succeeded"):
             return desired

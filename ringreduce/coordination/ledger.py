@@ -67,27 +67,22 @@ class Ledger(Values):
         self._lock = threading.Lock()
 
     def compare_set(self, key: str, expected: str, desired: str) -> str:
-        """Makes `desired` the value if it is `expected` ('': there is none); returns the value that is there then."""
-
         def put(now: bytes | None) -> bytes | None:
             return desired.encode() if (now or b"").decode() == expected else None
 
         return (self.change(key, put) or b"").decode()
 
     def value(self, key: str) -> bytes | None:
-        """The value under a key; None: there is none."""
         with self._lock:
             self._read_on()
             return self._values.get(key)
 
     def names(self) -> list[str]:
-        """All keys that have a value."""
         with self._lock:
             self._read_on()
             return list(self._values)
 
     def append(self, key: str, text: str) -> str:
-        """Appends `text` to the value and returns the value after that."""
         return (self.change(key, lambda _: text.encode(), APPENDS) or b"").decode()
 
     def change(self, key: str, put: Callable[[bytes | None], bytes | None], appends: int = 0) -> bytes | None:

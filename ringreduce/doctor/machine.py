@@ -357,22 +357,16 @@ def _topo_file(facts: Facts) -> Judged | None:
 def _nccl(facts: Facts) -> Judged:
     if facts.nccl:
         return "ok", facts.nccl, ""
-    return (
-        _without(facts, "limited"),
-        "none",
-        "install a torch that is built for CUDA, or libnccl2" if facts.graph.gpus else "",
-    )
+    fix = "install a torch that is built for CUDA, or libnccl2"
+    return _without(facts, "limited"), "none", fix if facts.graph.gpus else ""
 
 
 @_about("CUDA toolkit", "compiles kernels for GPUs; ranks on CPUs need none")
 def _toolkit(facts: Facts) -> Judged:
     if facts.nvcc:
         return "ok", facts.nvcc, ""
-    return (
-        _without(facts, "limited"),
-        "no nvcc",
-        "install the CUDA toolkit, or set CUDA_HOME" if facts.graph.gpus else "",
-    )
+    fix = "install the CUDA toolkit, or set CUDA_HOME"
+    return _without(facts, "limited"), "no nvcc", fix if facts.graph.gpus else ""
 
 
 @_about("network", "ranks meet at a store over TCP, and hosts are no faster than the network between them")

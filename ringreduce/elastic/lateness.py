@@ -66,10 +66,6 @@ class Lateness:
 
     def judge(self, figures: list[int]) -> Late | None:
         """Counts one step, from the sum of all members' figures. Returns the straggler, if there is one now."""
-        self._take(figures)
-        return self._straggler()
-
-    def _take(self, figures: list[int]) -> None:
         took, waits = figures[0], figures[1:]
         first, second = sorted(waits)[:2]
         latest, lost = waits.index(first), second - first
@@ -79,6 +75,7 @@ class Lateness:
         self._count(latest, lost, took, 1)
         self._lost[latest] += lost
         self._took += took
+        return self._straggler()
 
     def _count(self, latest: int, lost: int, took: int, times: int) -> None:
         self._latest_in[latest] += times

@@ -45,7 +45,7 @@ from ringreduce.common.failures import (
 from ringreduce.coordination.endpoint import NONCE, Config, Endpoint, Location, PreparedEndpoint, door_at
 from ringreduce.coordination.process import own_pidfd
 from ringreduce.groups.exchange import LEST, WHO, Exchange, passed
-from ringreduce.network.local import check_user, close_all, receive, send, shared_memory, written
+from ringreduce.network.local import check_user, close_all, proof, receive, send, shared_memory, written
 from ringreduce.network.secret import group_secret
 
 if TYPE_CHECKING:
@@ -301,9 +301,9 @@ def _greet(connection: socket.socket, me: _Announced) -> list[_Leader]:
         message, fds = receive(connection, NONCE + _DIGEST, 1)
         if len(message) != NONCE + _DIGEST or len(fds) != 1 or not me.exchange.has_told(WHO, 0):
             raise ConnectionError("not a rank of this group")
-        nonce, proof = message[:NONCE], message[NONCE:]
+        nonce, its_proof = message[:NONCE], message[NONCE:]
         secret = bytes.fromhex(me.exchange.told(WHO, 0)["secret"])  # rank 0 has told it when others hear of it
-        if not hmac.compare_digest(proof, _proof(secret, b"leader", me.ready.nonce, me.rank)):
+        if not hmac.compare_digest(its_proof, proof(secret, b"leader", me.ready.nonce, me.rank)):
             raise ConnectionError("not a rank of this group")
         roster = json.loads(os.pread(fds[0], os.fstat(fds[0]).st_size, 0))
         if not me.exchange.counts_in(roster):
@@ -321,7 +321,7 @@ def _join(me: _Announced, leader: _Leader, here: list[int], own: _Member) -> tup
     exchange, fds = me.exchange, array.array("i")
     with leader.connection as connection:
         try:
-            hello = _HELLO.pack(own.rank, own.near, _proof(leader.secret, b"member", leader.nonce, own.rank))
+            hello = _HELLO.pack(own.rank, own.near, proof(leader.secret, b"member", leader.nonce, own.rank))
             pidfd = own_pidfd()
             try:
                 send(connection, hello, [pidfd] if own.arena < 0 else [pidfd, own.arena], exchange.deadline)
@@ -408,8 +408,8 @@ def _invite(me: _Announced, roster: Roster, rank: int, text: int) -> socket.sock
     try:
         connection.connect(address)
         check_user(connection)
-        proof = _proof(bytes.fromhex(roster["secret"]), b"leader", nonce, rank)
-        send(connection, me.ready.nonce + proof, [text], me.exchange.deadline)
+        mine = me.ready.nonce + proof(bytes.fromhex(roster["secret"]), b"leader", nonce, rank)
+        send(connection, mine, [text], me.exchange.deadline)
     except OSError as error:
         connection.close()
         _look_for_reason(me.exchange)
@@ -429,8 +429,8 @@ def _admit(me: _Announced, rank: int, guest: socket.socket, secret: bytes) -> _M
         message, fds = receive(guest, _HELLO.size, 2)
         if not message:
             raise ConnectionError("it closed the connection")
-        claimed, near, proof = _HELLO.unpack(message)
-        right = hmac.compare_digest(proof, _proof(secret, b"member", me.ready.nonce, rank))
+        claimed, near, its_proof = _HELLO.unpack(message)
+        right = hmac.compare_digest(its_proof, proof(secret, b"member", me.ready.nonce, rank))
         if len(fds) not in (1, 2) or claimed != rank or not right:
             raise ConnectionError("it is not a rank of this group")
         return _Member(rank, near, pidfd=fds[0], arena=fds[1] if len(fds) == 2 else -1)
@@ -487,7 +487,3 @@ def agree_on_config(exchange: Exchange, ranks: Sequence[Endpoint]) -> None:
                 "give all ranks the same ringreduce.Options and RINGREDUCE_* variables",
                 r,
             )
-
-
-def _proof(secret: bytes, role: bytes, nonce: bytes, rank: int) -> bytes:
-    return hmac.digest(secret, role + nonce + rank.to_bytes(4, "big"), "sha256")

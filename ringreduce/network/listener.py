@@ -32,7 +32,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from ringreduce.common.failures import Aborted, CollectiveTimeout, PeerLost, SystemFailure
 from ringreduce.common.ranks import call_ranks
@@ -252,7 +252,7 @@ class Door:
                 path = Path((interface, ""), None, connection.getpeername())
                 admission = self._handshake.admit(connection, path, lambda peer: self._any or peer in self._peers)
                 peer, session, admitted = await asyncio.wait_for(admission, HANDSHAKE_SECONDS)
-                self._unproven.pop(_this_task(), None)
+                self._unproven.pop(cast("asyncio.Task[None]", asyncio.current_task()), None)
                 self.counts["accepted"] += 1
                 # Else the door would wait for the rest of this one's set: see `_go_to` for `wait_for`.
                 if self._stop.is_set():
@@ -474,12 +474,6 @@ class Door:
 
     def _call(self, rank: int, process: str = "") -> str:
         return call_ranks([rank], self._ranks or range(rank + 1), process)
-
-
-def _this_task() -> asyncio.Task[None]:
-    task = asyncio.current_task()
-    assert task is not None
-    return task
 
 
 # Forked children (DataLoader workers) must not keep a dead rank's port open: who connects there should be refused.

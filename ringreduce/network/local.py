@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import errno
 import fcntl
+import hmac
 import os
 import socket
 import struct
@@ -89,6 +90,11 @@ def check_user(connection: socket.socket) -> None:
     _, uid, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if uid != os.geteuid():
         raise ConnectionError(f"a process of user {uid} connected; this one runs as user {os.geteuid()}")
+
+
+def proof(secret: bytes, role: bytes, nonce: bytes, number: int) -> bytes:
+    """That the one of this role and number, a rank or a worker, knows the secret. `nonce`: what the other side drew."""
+    return hmac.digest(secret, role + nonce + number.to_bytes(4, "big"), "sha256")
 
 
 def close_all(fds: Iterable[int]) -> None:

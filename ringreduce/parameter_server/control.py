@@ -11,7 +11,6 @@ After that the worker asks, and the server answers. A message has at most MOST b
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import json
 import socket
@@ -19,7 +18,7 @@ import struct
 from typing import Any
 
 from ringreduce.errors import SystemFailure
-from ringreduce.network.local import close_all, exactly
+from ringreduce.network.local import close_all, exactly, proof
 from ringreduce.network.local import receive as receive_message
 
 MOST = 64 * 1024
@@ -28,12 +27,9 @@ _MOST_DESCRIPTORS = 5
 _LENGTH = struct.Struct("!I")
 
 
-def proof(secret: bytes, role: str, nonce: bytes, worker: int) -> str:
-    return hmac.digest(secret, role.encode() + nonce + worker.to_bytes(4, "big"), hashlib.sha256).hex()
-
-
-def same(left: str, right: object) -> bool:
-    return isinstance(right, str) and hmac.compare_digest(left, right)
+def is_proof(said: object, secret: bytes, role: bytes, nonce: bytes, worker: int) -> bool:
+    """Whether a message has the proof (`network.local.proof`), as JSON has it."""
+    return isinstance(said, str) and hmac.compare_digest(said, proof(secret, role, nonce, worker).hex())
 
 
 def send(connection: socket.socket, message: dict[str, Any], descriptors: list[int] | None = None) -> None:

@@ -20,9 +20,9 @@ from ringreduce.coordination.process import own_pidfd
 from ringreduce.errors import TopologyError
 from ringreduce.groups.ready import location_of
 from ringreduce.network.listener import Peer
-from ringreduce.network.local import check_user, close_all
+from ringreduce.network.local import check_user, close_all, proof
 from ringreduce.network.sockets import Address
-from ringreduce.parameter_server.control import NONCE, proof, receive, same, send
+from ringreduce.parameter_server.control import NONCE, is_proof, receive, send
 
 GROUP = "parameter server"
 """The name by which processes of a parameter server recognise each other's doors between hosts."""
@@ -74,9 +74,9 @@ def enter(
         connection.connect(address)
         check_user(connection)
         theirs, ours, worker = connection.recv(NONCE), secrets.token_bytes(NONCE), int(hello["worker"])
-        its_proof = proof(secret, "worker", theirs, worker)
+        its_proof = proof(secret, b"worker", theirs, worker).hex()
         answer, descriptors = ask(connection, hello | {"nonce": ours.hex(), "proof": its_proof}, given)
-        knows = same(proof(secret, "server", ours, worker), answer.get("proof"))
+        knows = is_proof(answer.get("proof"), secret, b"server", ours, worker)
         if not knows or len(descriptors) != expected:
             close_all(descriptors)
             wrong = f"passed {len(descriptors)} descriptors, not {expected}" if knows else "does not know the secret"

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from ringreduce.coordination.process import own_pidfd
 from ringreduce.errors import Aborted, InvalidArgument, RingReduceError
 from ringreduce.network.listener import Door
-from ringreduce.network.local import close_all
+from ringreduce.network.local import close_all, proof
 from ringreduce.parameter_server import control, doors
 from ringreduce.parameter_server.exits import open_until_exit
 from ringreduce.parameter_server.modes import READERS
@@ -297,16 +297,16 @@ class ServerProcess:
         self, connection: Connection, hello: dict[str, Any], descriptors: list[int]
     ) -> tuple[dict[str, Any], list[int]]:
         worker = int(hello["worker"])
-        if not control.same(control.proof(self._secret, "worker", connection.nonce, worker), hello.get("proof")):
+        if not control.is_proof(hello.get("proof"), self._secret, b"worker", connection.nonce, worker):
             raise ConnectionError("it does not know the secret")
-        proof = {"proof": control.proof(self._secret, "server", bytes.fromhex(hello["nonce"]), worker)}
+        ours = {"proof": proof(self._secret, b"server", bytes.fromhex(hello["nonce"]), worker).hex()}
         if hello.get("backup"):
             backup = self._follow(connection, worker, int(hello["capacity"]), descriptors).server
             given = [os.dup(backup.bell), os.dup(backup.values), own_pidfd()]
-            return proof | {"name": self._name_of_backup(worker)}, given
+            return ours | {"name": self._name_of_backup(worker)}, given
         if hello.get("wish"):
             self._hear_wish(worker, int(hello["has"]))
-            return proof, []
+            return ours, []
         shard = self.shards.get(int(hello.get("of", 0)))
         if shard is None or not shard.server.serves:
             return {"error": ["Moved", f"server {hello.get('of')} is not served here"]}, []
@@ -316,7 +316,7 @@ class ServerProcess:
         else:
             self._let_in(shard, worker, hello, descriptors)
         self._introduce(connection, worker, shard, hello)
-        reply = proof | {"capacity": shard.server.capacity, "turn": shard.server.turn}
+        reply = ours | {"capacity": shard.server.capacity, "turn": shard.server.turn}
         given = [] if hello.get("again") else [os.dup(shard.server.values), os.dup(shard.server.bell), own_pidfd()]
         return reply, given
 

@@ -54,20 +54,17 @@ class Info:
 
 def rule_for(rule: dict[str, Any], dtype: str, average: bool) -> dict[str, Any]:
     """Converts a rule from `as_json` to the form that C++ takes, for this process's torch and processor."""
-    fields: dict[str, Any] = {"kind": rule["kind"], "average": average} | rule["fields"]
     if "optimizer" not in rule["python"] or rule["kind"] == "python":
-        return fields | numbers_of(rule)
+        return {"kind": rule["kind"], "average": average, **rule["fields"], **numbers_of(rule)}
     if dtype not in ("float32", "float64") or platform.machine() != "x86_64":
         return {"kind": "python", "average": average} | numbers_of(rule)
-    fused = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-    return fields | {"fused": fused}
+    return rule_for_rows(rule, average)
 
 
 def rule_for_rows(rule: dict[str, Any], average: bool) -> dict[str, Any]:
     """Like `rule_for`, for a table, whose rows are always updated in C++."""
     fused = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-    fields: dict[str, Any] = {"kind": rule["kind"], "average": average} | rule["fields"]
-    return fields | {"fused": fused}
+    return {"kind": rule["kind"], "average": average, **rule["fields"], "fused": fused}
 
 
 def check_call(name: str, call: Function, arguments: dict[str, Any]) -> None:
