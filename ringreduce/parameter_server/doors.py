@@ -7,10 +7,9 @@ ranks of a group do (`network.listener`); the first one is for control messages 
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,24 +48,12 @@ def ask(
     return answer, descriptors
 
 
-def connect(
-    address: bytes, secret: bytes, hello: dict[str, Any], client: Any, timeout: float
-) -> tuple[socket.socket, dict[str, Any], list[int]]:
-    """Joins a worker to server `hello["of"]` on this host. Returns the connection, the server's answer, and the
-    descriptors of its values, bell and process. Raises `Refused` if the server does not let the worker in, and another
-    `OSError` if it cannot be reached or does not serve these blocks."""
-    pidfd = own_pidfd()
-    try:
-        return enter(address, secret, hello, [client.window, pidfd, client.news], timeout, 3)
-    finally:
-        os.close(pidfd)
-
-
 def enter(
-    address: bytes, secret: bytes, hello: dict[str, Any], given: list[int], timeout: float, expected: int = 0
+    address: bytes, secret: bytes, hello: dict[str, Any], given: Sequence[int], timeout: float, expected: int = 0
 ) -> tuple[socket.socket, dict[str, Any], list[int]]:
-    """Connects to a door on this host, and passes it the descriptors `given`; it must pass `expected` ones back. Raises
-    as `connect`."""
+    """Connects to a door on this host, and passes it the descriptors `given` and, after any, one of this process; it
+    must pass `expected` ones back. Returns the connection, the answer, and these. Raises `Refused` if the door does not
+    let this process in, and another `OSError` if it cannot be reached or does not serve these blocks."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with contextlib.ExitStack() as undo:
         undo.callback(connection.close)
@@ -75,7 +62,11 @@ def enter(
         check_user(connection)
         theirs, ours, worker = connection.recv(NONCE), secrets.token_bytes(NONCE), int(hello["worker"])
         its_proof = proof(secret, b"worker", theirs, worker).hex()
-        answer, descriptors = ask(connection, hello | {"nonce": ours.hex(), "proof": its_proof}, given)
+        me = [own_pidfd()] if given else []
+        try:
+            answer, descriptors = ask(connection, hello | {"nonce": ours.hex(), "proof": its_proof}, [*given, *me])
+        finally:
+            close_all(me)
         knows = is_proof(answer.get("proof"), secret, b"server", ours, worker)
         if not knows or len(descriptors) != expected:
             close_all(descriptors)

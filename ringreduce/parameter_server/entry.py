@@ -26,6 +26,7 @@ from ringreduce.errors import CollectiveTimeout, PeerLost, RingReduceError, Syst
 from ringreduce.groups.ready import location_of
 from ringreduce.parameter_server import doors
 from ringreduce.parameter_server.store import Views
+from ringreduce.parameter_server.updates import Function
 
 STORE_GONE = (DistNetworkError, DistStoreError)
 """What a torch store raises when the process that has it has ended, or does not answer."""
@@ -46,6 +47,9 @@ class Entry:
     deadline: float
     timeout: float
     options: Options
+    functions: dict[str, Function]
+    memory: Any = None  # of a founder; not checked yet, as `listen`
+    listen: Any = False
     attempt: int = 0  # the number of this incarnation; the same store can be used for several, one after the other
     store: Any = None  # the store, under a prefix of this incarnation of the parameter server
     worker: int = -1  # the number of this worker; for a founder, that of its process

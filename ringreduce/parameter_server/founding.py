@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
@@ -34,7 +34,6 @@ from ringreduce.parameter_server.server.process import ServerProcess
 from ringreduce.parameter_server.server.replication import Replication
 from ringreduce.parameter_server.server.serving import Serving
 from ringreduce.parameter_server.store import Directory, beside
-from ringreduce.parameter_server.updates import Function
 
 _PREFIX = "ringreduce/parameter server"
 _ENDING = 1.0
@@ -45,25 +44,14 @@ _LOOK = 0.005
 Entered = TypeVar("Entered")
 
 
-class Given(NamedTuple):
-    """The arguments of `join` and `serve` that only founders have. They have not been checked."""
-
-    store: Any
-    rank: int | None
-    size: int | None
-    functions: dict[str, Function] | None
-    memory: Any
-    listen: Any
-
-
 def found(
-    enter: Callable[[Entry, ServerProcess], Entered], entry: Entry, given: Given
+    enter: Callable[[Entry, ServerProcess], Entered], entry: Entry, store: Any, rank: int | None, size: int | None
 ) -> tuple[Entry, ServerProcess, Entered]:
     """Founds the parameter server with the others, each of which calls `enter` before it counts as there. Begins anew
     if earlier processes, which have ended, had begun to found it."""
     while True:
         try:
-            with _founding(entry, given) as local:
+            with _founding(entry, store, rank, size) as local:
                 entered = enter(entry, local)
                 _wait_for_founders(entry)
             return entry, local, entered
@@ -71,7 +59,7 @@ def found(
             entry = replace(entry, _came={})
 
 
-def come(entry: Entry, store: Any, functions: dict[str, Function] | None) -> Serving:
+def come(entry: Entry, store: Any) -> Serving:
     """Joins as a process that comes later: makes itself known in the store, and asks for its share of servers."""
     if store is None:
         raise InvalidArgument("joins is True without a store; give the store of the servers that there are")
@@ -82,14 +70,10 @@ def come(entry: Entry, store: Any, functions: dict[str, Function] | None) -> Ser
         raise TopologyError("this process is on another host than the servers, which only move on one host", 0)
     number = entry.worker = entry.founders - 1 + entry.store.add("later processes", 1)
     entry.window = max(int(other["window"]) for other in others)
-    local = ServerProcess(0, entry.secret, functions or {}, (), entry.backups > 0 and not entry.has_far_backups)
+    local = ServerProcess(0, entry.secret, entry.functions, (), entry.backups > 0 and not entry.has_far_backups)
     try:
         _publish(entry, local, entry.has_far_backups)
-        manager = _manage(entry, local)
-        if local.replication is None:
-            manager.take_share(entry.servers, entry.deadline)
-        else:
-            manager.take_share_between_hosts(entry.servers, entry.deadline)
+        _manage(entry, local).take_share(entry.servers, entry.deadline)
     except BaseException:
         local.close()
         raise
@@ -112,9 +96,8 @@ def _founding_in(entry: Entry, store: Any) -> Founding:
 
 
 @contextlib.contextmanager
-def _founding(entry: Entry, given: Given) -> Iterator[ServerProcess]:
+def _founding(entry: Entry, store: Any, rank: int | None, size: int | None) -> Iterator[ServerProcess]:
     """Makes this process's servers and tells the store where they are. Closes them if the body raises."""
-    store, rank, size, functions, memory, listen = given
     if not isinstance(rank, WHOLE) or not isinstance(size, WHOLE) or not 0 <= rank < size <= MOST_SERVERS:
         raise InvalidArgument(
             f"rank is {shown(rank)} and size {shown(size)}; a store needs 0 <= rank < size <= {MOST_SERVERS}"
@@ -122,11 +105,11 @@ def _founding(entry: Entry, given: Given) -> Iterator[ServerProcess]:
     rank, size = int(rank), int(size)
     if entry.backups > 1 or (entry.backups and size == 1):
         raise InvalidArgument(f"backups is {entry.backups} with size {size}; it must be 0, or 1 with 2 or more servers")
-    if memory is not None:
-        memory = count_of_bytes("memory", memory)
+    if entry.memory is not None:
+        entry.memory = count_of_bytes("memory", entry.memory)
     if entry.servers and entry.servers < size:
         raise InvalidArgument(f"servers is {entry.servers} with size {size}; every process begins with one or more")
-    check_bool("listen", listen)
+    check_bool("listen", entry.listen)
     entry.worker, entry.founders, entry.servers = rank, size, entry.servers or size
     _begin(entry, store)
     local = None
@@ -134,14 +117,14 @@ def _founding(entry: Entry, given: Given) -> Iterator[ServerProcess]:
         entry.check_founding()  # the others may have given up before this one came
         secret = bytes.fromhex(once(entry.store, "secret", secrets.token_hex(32)))
         entry.secret = group_secret(secret, entry.options.secret_file or "")
-        _agree_on_all(entry, listen)
+        _agree_on_all(entry)
         mine = range(rank, entry.servers, size)
         half_of_memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-        share = half_of_memory // size if memory is None else memory * (1 + entry.backups)
+        share = half_of_memory // size if entry.memory is None else entry.memory * (1 + entry.backups)
         capacity = share // ((1 + entry.backups) * len(mine))
         has_near_backups = entry.backups > 0 and not entry.has_far_backups
-        local = ServerProcess(capacity, entry.secret, functions or {}, mine, has_near_backups)
-        _make_known(entry, local, listen)
+        local = ServerProcess(capacity, entry.secret, entry.functions, mine, has_near_backups)
+        _make_known(entry, local)
         yield local
         # Servers on several hosts without backups do not move and have no backups, so they need no manager.
         if len(set(entry.machines)) == 1 or entry.has_far_backups:
@@ -202,20 +185,20 @@ def _check_has_ended(entry: Entry) -> None:
         time.sleep(_LOOK)
 
 
-def _agree_on_all(entry: Entry, listen: bool) -> None:
+def _agree_on_all(entry: Entry) -> None:
     """Checks that all founders were given equal arguments, and decides how backups are reached."""
     entry.store.set(f"machine/{entry.worker}", entry.machine)
     _agree(entry, size=entry.founders, block_bytes=entry.block_bytes, backups=entry.backups, servers=entry.servers)
     if entry.backups:
-        _agree(entry, listen=listen)
-    entry.has_far_backups = entry.backups > 0 and (listen or len(set(entry.machines)) > 1)
+        _agree(entry, listen=entry.listen)
+    entry.has_far_backups = entry.backups > 0 and (entry.listen or len(set(entry.machines)) > 1)
     _agree(entry, far_backups=int(entry.has_far_backups))
 
 
-def _make_known(entry: Entry, local: ServerProcess, listen: bool) -> None:
-    _publish(entry, local, listen or len(set(entry.machines)) > 1)
+def _make_known(entry: Entry, local: ServerProcess) -> None:
+    _publish(entry, local, entry.listen or len(set(entry.machines)) > 1)
     if entry.servers > entry.founders and not entry.has_far_backups:
-        _check_one_host(entry, listen)
+        _check_one_host(entry)
     if entry.backups:
         _have_backups(entry, local)
 
@@ -250,7 +233,7 @@ def _agree(entry: Entry, **values: int) -> None:
             )
 
 
-def _check_one_host(entry: Entry, listen: bool) -> None:
+def _check_one_host(entry: Entry) -> None:
     for process, machine in enumerate(entry.machines):
         if machine != entry.machine:
             name = called(process, entry.process(process))
@@ -258,7 +241,7 @@ def _check_one_host(entry: Entry, listen: bool) -> None:
                 f"{name} is on another host than this server; more servers than processes need backups=1, or one host",
                 process,
             )
-    if listen:
+    if entry.listen:
         raise InvalidArgument(
             f"listen is True with {entry.servers} servers in {entry.founders} processes; servers that move only have "
             "workers of their own host, unless backups is 1"

@@ -20,14 +20,14 @@ from torch.distributed.rendezvous import rendezvous
 from ringreduce import _C
 from ringreduce.config import resolve
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost
-from ringreduce.parameter_server import founding
+from ringreduce.parameter_server import doors, founding
 from ringreduce.parameter_server.arguments import MOST_SERVERS, MOST_WORKERS, count_of_bytes, seconds
 from ringreduce.parameter_server.checks import check_bool, check_is, check_text, shown, whole
 from ringreduce.parameter_server.client.calls import Calls
 from ringreduce.parameter_server.client.failover import FailoverConnector
 from ringreduce.parameter_server.client.key_value import KeyValue
 from ringreduce.parameter_server.client.questions import Joined, Questions
-from ringreduce.parameter_server.doors import Reached, Refused, called, connect, reach
+from ringreduce.parameter_server.doors import Reached, Refused, called, reach
 from ringreduce.parameter_server.entry import Entry
 from ringreduce.parameter_server.modes import READERS
 from ringreduce.parameter_server.placement import BLOCK_BYTES, UNIT
@@ -106,8 +106,8 @@ def join(
         entry.worker = entry.servers - 1 + entry.store.add("later workers", 1)
         _check_sizes(entry)
         return _wait_for_workers(enter(entry, None), entry, workers)
-    given = founding.Given(store, rank, size, functions, memory, listen)
-    entry, _, kv = founding.found(enter, entry, given)
+    entry.memory, entry.listen = memory, listen
+    entry, _, kv = founding.found(enter, entry, store, rank, size)
     return _wait_for_workers(kv, entry, workers)
 
 
@@ -152,18 +152,18 @@ def serve(
             raise InvalidArgument(
                 "joins is True: rank, size, memory, backups and servers are those of the founders; leave them out"
             )
-        return founding.come(entry, store, functions)
+        return founding.come(entry, store)
     store, rank, size = _surroundings(store, rank, size)
+    entry.memory, entry.listen = memory, listen
     if listen is None:
-        listen = not entry.backups and entry.servers in (0, size)
-    given = founding.Given(store, rank, size, functions, memory, listen)
+        entry.listen = not entry.backups and entry.servers in (0, size)
     try:
-        entry, local, _ = founding.found(lambda *_: None, entry, given)
+        entry, local, _ = founding.found(lambda *_: None, entry, store, rank, size)
     except founding.Served:
         if not entry.backups:
             raise
         log.warning("rank %d of %d has ended and others serve what it did; this process takes a share", rank, size)
-        return founding.come(_entry(name, "", window, block_bytes, 0, functions, timeout), store, functions)
+        return founding.come(_entry(name, "", window, block_bytes, 0, functions, timeout), store)
     return Serving(local, entry.worker, entry.servers, entry.store)
 
 
@@ -189,10 +189,9 @@ def _entry(name: Any, group: Any, window: Any, block_bytes: Any, backups: Any, f
     window, block_bytes = count_of_bytes("window", window), count_of_bytes("block_bytes", block_bytes)
     backups = whole("backups", backups, 0, "0, or 1 with 2 or more servers")
     check_functions(functions)
-    timeout = seconds(timeout)
-    return Entry(
-        name, group, window, block_bytes, time.monotonic() + timeout, timeout, resolve(None)[0], backups=backups
-    )
+    timeout, options = seconds(timeout), resolve(None)[0]
+    deadline = time.monotonic() + timeout
+    return Entry(name, group, window, block_bytes, deadline, timeout, options, functions or {}, backups=backups)
 
 
 def _check_sizes(entry: Entry) -> None:
@@ -250,14 +249,9 @@ def enter(entry: Entry, local: ServerProcess | None) -> KeyValue:
             number, look = new_dialer(entry.store), entry.check_founding
             reached = reach(entry.options, entry.secret, far, number, entry.deadline, undo, look)
         for server in range(entry.servers):
-            process = process_of(entry.store, server, entry.founders)
-            its = entry.process(process)
-            name = called(server, its)
+            name = called(server, entry.process(process_of(entry.store, server, entry.founders)))
             try:
-                if process in reached:
-                    joined.append(_enter_far(entry, client, server, 0, its, reached[process]))
-                else:
-                    joined.append(_enter(entry, client, server))
+                joined.append(_enter(entry, client, server, reached))
             except TimeoutError:
                 raise CollectiveTimeout(f"{name} did not let this worker in in time", server) from None
             except OSError as error:
@@ -269,9 +263,10 @@ def enter(entry: Entry, local: ServerProcess | None) -> KeyValue:
     return KeyValue(Calls(entry, client, local, Questions(entry, client, joined, failover)))
 
 
-def _enter(entry: Entry, client: Any, server: int) -> Joined:
-    """Joins whoever serves the blocks of a server, on this host or, if there are views, by TCP. Waits for another
-    process if that one has ended, or does not serve them any more."""
+def _enter(entry: Entry, client: Any, server: int, reached: dict[int, Reached]) -> Joined:
+    """Joins whoever serves the blocks of a server, on this host or by TCP: over the connections that are `reached`, by
+    process, or over new ones if there are views. Waits for another process if that one has ended, or does not serve
+    them any more."""
     until, began = time.monotonic() + _TAKING_OVER, process_of(entry.store, server, entry.founders)
     while True:
         view = entry.views.of(server) if entry.views else None
@@ -279,6 +274,8 @@ def _enter(entry: Entry, client: Any, server: int) -> Joined:
         its = entry.process(one.process)
         moves = bool(entry.backups or entry.servers > entry.founders or one.process != began)
         try:
+            if one.process in reached:
+                return _enter_far(entry, client, server, 0, its, reached[one.process])
             if entry.views is None or (one.number == 0 and its["machine"] == entry.machine):
                 return _let_in(entry, client, server, its)
             look = functools.partial(_look, entry.views, server, view, its)
@@ -299,11 +296,11 @@ def _look(views: Views, server: int, seen: View | None, its: dict[str, Any]) -> 
 
 def _let_in(entry: Entry, client: Any, server: int, its: dict[str, Any]) -> Joined:
     """Joins a server in the process described by `its`."""
-    hello = entry.hello() | {"servers": entry.servers, "lane": server, "window_bytes": client.window_bytes}
+    hello = entry.hello() | {"of": server, "servers": entry.servers, "lane": server}
+    hello |= {"window_bytes": client.window_bytes}
     left = max(0.1, entry.deadline - time.monotonic())
-    connection, answer, (values, bell, pidfd) = connect(
-        bytes.fromhex(its["address"]), entry.secret, hello | {"of": server}, client, left
-    )
+    address, given = bytes.fromhex(its["address"]), [client.window, client.news]
+    connection, answer, (values, bell, pidfd) = doors.enter(address, entry.secret, hello, given, left, 3)
     turn = int(answer["turn"])
     name = called(server, its, turn)
     client.attach(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections.abc import Callable
 from typing import Any
 
 from ringreduce.coordination.store import Bounded
+from ringreduce.coordination.wait import every, wait_for
 from ringreduce.parameter_server.views import View
 
 DIALERS = 1 << 20
@@ -97,13 +97,15 @@ class Directory:
         """Waits until it is this process's turn to leave; returns False after `deadline`. The turn lasts until the
         process ends. Without the store it is its turn at once: two that leave together then take nothing from each
         other, but others can take their servers."""
+
+        def is_my_turn() -> bool:
+            first = self._store.compare_set("leaves", "", str(process))
+            if first != str(process) and not is_there(self.processes()[int(first)]):
+                self._store.compare_set("leaves", first, "")
+            return first == str(process)
+
         with contextlib.suppress(*_NO_STORE):
-            while (first := self._store.compare_set("leaves", "", str(process))) != str(process):
-                if time.monotonic() > deadline:
-                    return False
-                if not is_there(self.processes()[int(first)]):
-                    self._store.compare_set("leaves", first, "")
-                time.sleep(0.01)
+            return bool(wait_for(is_my_turn, every(0.01), deadline))
         return True
 
     def stay(self, process: int) -> None:

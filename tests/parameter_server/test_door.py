@@ -16,7 +16,7 @@ import ringreduce.parameter_server as ps
 from ringreduce import _C
 from ringreduce.errors import InvalidArgument, SystemFailure
 from ringreduce.parameter_server import control
-from ringreduce.parameter_server.doors import connect
+from ringreduce.parameter_server.doors import enter
 from ringreduce.parameter_server.server.listener import Connection
 from ringreduce.parameter_server.server.process import ServerProcess
 
@@ -39,8 +39,9 @@ def hello(client: Any, worker: int = 0, **changed: Any) -> dict[str, Any]:
 @contextlib.contextmanager
 def entered(process: ServerProcess, worker: int = 0, secret: bytes = SECRET, **changed: Any) -> Iterator[socket.socket]:
     client = _C.ParameterClient(worker, 1, 1 << 16)
-    connection, answer, descriptors = connect(
-        process.listener.address, secret, hello(client, worker, **changed), client, 5
+    given = [client.window, client.news]
+    connection, answer, descriptors = enter(
+        process.listener.address, secret, hello(client, worker, **changed), given, 5, 3
     )
     for descriptor in descriptors:
         os.close(descriptor)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ringreduce._C import ParameterClient
+from ringreduce.coordination.wait import every, wait_for
 from ringreduce.errors import Aborted, CollectiveTimeout, InvalidArgument, ServerLost, SystemFailure
 from ringreduce.parameter_server import control, doors
 from ringreduce.parameter_server.client.failover import FailoverConnector
@@ -150,12 +151,13 @@ class Questions:
 
     def _serves(self, connection: socket.socket, deadline: float) -> bool:
         """Waits until the replica that is asked now serves; returns False if it has ended."""
+        number = next(self._numbers)
+
+        def serves() -> bool:
+            connection.settimeout(max(0.01, deadline - time.monotonic()))
+            control.send(connection, {"ask": "serves", "number": number})
+            return bool(self._receive(connection, deadline).get("serves"))
+
         with contextlib.suppress(OSError):
-            number = next(self._numbers)
-            while time.monotonic() < deadline:
-                connection.settimeout(max(0.01, deadline - time.monotonic()))
-                control.send(connection, {"ask": "serves", "number": number})
-                if self._receive(connection, deadline).get("serves"):
-                    return True
-                time.sleep(_LOOK)
+            return bool(wait_for(serves, every(_LOOK), deadline))
         return False

@@ -19,6 +19,7 @@ from ringreduce.coordination.wait import every, wait_for
 from ringreduce.errors import Aborted, CollectiveTimeout, RingReduceError
 from ringreduce.parameter_server.doors import lives
 from ringreduce.parameter_server.server.process import ServerProcess
+from ringreduce.parameter_server.server.replication import Replication
 from ringreduce.parameter_server.store import Directory
 from ringreduce.parameter_server.views import View
 
@@ -141,7 +142,9 @@ class ReplicaManager:
 
     def take_share(self, servers: int, deadline: float) -> None:
         """Asks for servers until no process serves two more than this one. After `deadline`, goes on with those that it
-        has, and raises `CollectiveTimeout` if it has none."""
+        has, and raises `CollectiveTimeout` if it has none and backups are on one host."""
+        if self._local.replication is not None:
+            return self._take_share_between_hosts(self._local.replication, servers, deadline)
         while True:
             counts = collections.Counter(self._directory.process_of(server) for server in range(servers))
             mine, (richest, most) = counts[self._number], counts.most_common(1)[0]
@@ -159,11 +162,9 @@ class ReplicaManager:
             wait_for(lambda: len(self._local.serving()) > mine, every(_SOON), time.monotonic() + _LOOK)  # noqa: B023
             wait_for(lambda: self._served == self._local.serving(), every(_SOON), deadline)  # until the store knows
 
-    def take_share_between_hosts(self, servers: int, deadline: float) -> None:
+    def _take_share_between_hosts(self, replication: Replication, servers: int, deadline: float) -> None:
         """The same if backups are reached by TCP. A server has only one backup there, so it comes in two steps: its
         backup serves it with this process as the new backup, and then leaves it to this process. Does not raise."""
-        replication = self._local.replication
-        assert replication is not None
         while time.monotonic() < deadline:
             views = {server: view for server in range(servers) if (view := replication.views.of(server))}
             counts = collections.Counter(view.server.process for view in views.values())
@@ -178,13 +179,12 @@ class ReplicaManager:
             most, server = max(may, default=(0, 0))
             if most <= counts[self._number] + 1:
                 return
-            self._take(server, views[server], counts[self._number], deadline)
+            self._take(replication, server, views[server], counts[self._number], deadline)
 
-    def _take(self, number: int, view: View, has: int, deadline: float) -> None:
+    def _take(self, replication: Replication, number: int, view: View, has: int, deadline: float) -> None:
         """Moves server `number` here. Returns when it is served here or elsewhere, or after `deadline`."""
-        replication, began = self._local.replication, view
-        assert replication is not None and began.backup is not None
-        way = (began.server.process, began.backup.process, self._number)
+        assert view.backup is not None
+        way = (view.server.process, view.backup.process, self._number)
         while number not in self._local.serving() and view.server.process in way and time.monotonic() < deadline:
             with contextlib.suppress(OSError):  # that process has ended, as the next view will show
                 processes = self._directory.processes()

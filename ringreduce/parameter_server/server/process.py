@@ -88,15 +88,15 @@ class ServerProcess:
         if self.replication is not None:
             return self.replication.lead(number, self.shards[number], its, timeout)
         address, server = bytes.fromhex(its["address"]), self.shards[number].server
-        journal, pidfd = server.journal(), own_pidfd()
+        journal = server.journal()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             hello = {"worker": number, "backup": True, "capacity": server.capacity}
-            given = [journal, server.bell, server.values, pidfd, theirs.fileno()]
-            connection, answer, (bell, values, its_pidfd) = doors.enter(address, self._secret, hello, given, timeout, 3)
+            given = [journal, server.bell, server.values, theirs.fileno()]
+            connection, answer, (bell, values, pidfd) = doors.enter(address, self._secret, hello, given, timeout, 3)
             name = str(answer["name"])
             about: dict[str, Any] = {"capacity": server.capacity, "name": name, "address": address.hex()}
-            about |= {"bell": bell, "values": values, "pidfd": its_pidfd}
+            about |= {"bell": bell, "values": values, "pidfd": pidfd}
             with contextlib.ExitStack() as undo:
                 undo.callback(connection.close)
                 about |= {"journal": os.dup(journal), "passage": os.dup(ours.fileno())}
@@ -106,7 +106,6 @@ class ServerProcess:
             ours.close()
             theirs.close()
             os.close(journal)
-            os.close(pidfd)
         meaning = f"{name} has ended: server {number} goes on, and gets another one"
         self._part_quietly(number)
         self.listener.adopt(Connection(connection, shard=self.shards[number], is_partner=True, meaning=meaning))
@@ -324,7 +323,7 @@ class ServerProcess:
     def _let_in(shard: Shard, worker: int, hello: dict[str, Any], descriptors: list[int]) -> None:
         about: dict[str, Any] = {name: int(hello[name]) for name in ("window_bytes", "servers", "lane")}
         about |= {"id": worker, "group": str(hello["group"]), "name": name_in(hello)}
-        window, pidfd, news = descriptors
+        window, news, pidfd = descriptors
         shard.server.join(**about, window=os.dup(window), pidfd=os.dup(pidfd), news=os.dup(news))
 
     def _introduce(self, connection: Connection, worker: int, shard: Shard, hello: dict[str, Any]) -> None:
@@ -347,7 +346,7 @@ class ServerProcess:
         if len(descriptors) != 5:
             raise InvalidArgument(f"a server gave {len(descriptors)} descriptors to its backup; 5 are needed")
         shard = Shard(capacity, self._functions, self._backed_up)
-        journal, bell, values, pidfd, passage = map(os.dup, descriptors)
+        journal, bell, values, passage, pidfd = map(os.dup, descriptors)
         about = {"name": self._name_of_backup(number), "address": self.listener.address.hex()}
         shard.follow(journal=journal, bell=bell, values=values, pidfd=pidfd, passage=passage, **about)
         with self.listener.changed:
