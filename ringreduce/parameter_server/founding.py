@@ -100,11 +100,11 @@ def _founding(entry: Entry, store: Any, rank: int | None, size: int | None) -> I
     """Makes this process's servers and tells the store where they are. Closes them if the body raises."""
     if not isinstance(rank, WHOLE) or not isinstance(size, WHOLE) or not 0 <= rank < size <= MOST_SERVERS:
         raise InvalidArgument(
-            f"rank is {shown(rank)} and size {shown(size)}; a store needs 0 <= rank < size <= {MOST_SERVERS}"
+            f"rank is {shown(rank)} and size {shown(size)}; a parameter server needs 0 <= rank < size <= {MOST_SERVERS}"
         )
     rank, size = int(rank), int(size)
     if entry.backups > 1 or (entry.backups and size == 1):
-        raise InvalidArgument(f"backups is {entry.backups} with size {size}; it must be 0, or 1 with 2 or more servers")
+        raise InvalidArgument(f"backups is {entry.backups} with size {size}; it must be 0, or 1 with size 2 or more")
     if entry.memory is not None:
         entry.memory = count_of_bytes("memory", entry.memory)
     if entry.servers and entry.servers < size:

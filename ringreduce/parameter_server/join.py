@@ -187,7 +187,7 @@ def _entry(name: Any, group: Any, window: Any, block_bytes: Any, backups: Any, f
     check_text("name", name)
     check_text("group", group)
     window, block_bytes = count_of_bytes("window", window), count_of_bytes("block_bytes", block_bytes)
-    backups = whole("backups", backups, 0, "0, or 1 with 2 or more servers")
+    backups = whole("backups", backups, 0, "0, or 1 with 2 or more processes")
     check_functions(functions)
     timeout, options = seconds(timeout), resolve(None)[0]
     deadline = time.monotonic() + timeout
