@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ringreduce.cli.arguments import seconds
 from ringreduce.cli.terminal import Help, console, put, say, table
 from ringreduce.common import compiled
-from ringreduce.common.failures import InvalidArgument
+from ringreduce.common.failures import InvalidArgument, SystemFailure
 from ringreduce.common.units import bytes_text, time_text
 
 if TYPE_CHECKING:
@@ -63,21 +63,31 @@ def add(commands: Any, summary: str) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if missing := compiled.why_not():
+        raise SystemFailure(f"groups cannot be looked at here: {missing}")
+    once = arguments.once or arguments.prometheus
     watch = Watch()
     watch.look()
-    while True:
-        time.sleep(arguments.interval)
-        groups = watch.look()
-        if arguments.prometheus:
-            put(prometheus(groups))
-            return 0
-        if arguments.json:
-            put(json.dumps([{"ranks": [rank._asdict() for rank in ranks], "verdict": verdict(ranks)}
-                            for ranks in groups.values()]))  # fmt: skip
-        else:
-            _show(groups, clear=not arguments.once)
-        if arguments.once:
-            return 0
+    try:
+        while True:
+            time.sleep(arguments.interval)
+            _print(watch.look(), arguments)
+            if once:
+                return 0
+    except KeyboardInterrupt:
+        if once:
+            raise
+        return 0  # it has no other end
+
+
+def _print(groups: dict[int, list[Rank]], arguments: argparse.Namespace) -> None:
+    if arguments.prometheus:
+        put(prometheus(groups))
+    elif arguments.json:
+        each = [{"ranks": [rank._asdict() for rank in ranks], "verdict": verdict(ranks)} for ranks in groups.values()]
+        put(json.dumps(each))
+    else:
+        _show(groups, clear=not arguments.once)
 
 
 class Watch:

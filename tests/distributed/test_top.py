@@ -100,6 +100,11 @@ def test_rates_and_the_command() -> None:
             assert each["calls_per_s"] > 0 and 0 < each["bytes_per_s"] <= each["calls_per_s"] * 4000
         shown = subprocess.run(command, capture_output=True, check=True, timeout=deadline(), text=True).stdout
         assert all(str(pid) in shown for pid in pids) and "\x1b" not in shown
+        watching = subprocess.Popen([*command[:-3], "--json"], stdout=subprocess.PIPE)
+        assert watching.stdout is not None and json.loads(watching.stdout.readline())
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(deadline()) == 0
+        watching.stdout.close()
         store.set("the end", "")
         ranks.results()
 
