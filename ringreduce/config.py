@@ -293,7 +293,7 @@ def _warn_of_unknown(name: str) -> None:
     from difflib import get_close_matches
 
     known = [*(PREFIX + each.upper() for each in DEFAULTS), *OTHER_VARIABLES]
-    like = get_close_matches(name, known, 1, 0.0)
+    like = [each for each in known if each.startswith(name)] or get_close_matches(name, known, 1, 0.0)
     log.warning("%s is set, but no setting has that name; the nearest is %s; see `ringreduce info`", name, like[0])
 
 

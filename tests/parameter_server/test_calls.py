@@ -419,7 +419,7 @@ def test_bad_arguments_are_named(call: Callable[[ps.KeyValue], Any], message: st
         ({"functions": len}, "functions is <built-in function len>; it must be a dictionary"),
         ({"functions": {"f": 1}}, r"functions\['f'\] is 1; it must be a function"),
         ({"store": 1, "rank": 0, "size": 1}, "store is 1; it must be a torch.distributed.Store"),
-        ({"store": HashStore(), "rank": "0", "size": 1}, "rank is '0' and size 1; a store needs"),
+        ({"store": HashStore(), "rank": "0", "size": 1}, "rank is '0' and size 1; a parameter server needs"),
     ],
 )
 def test_bad_arguments_of_join_are_named(given: dict[str, Any], message: str) -> None:

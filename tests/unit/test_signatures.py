@@ -27,6 +27,7 @@ NOT_IN_TORCH = {
     "Step": "algorithms are data",
     "agree": "torch's shrink_group needs to be told who is lost",
     "arena_stats": "memory that other ranks read",
+    "as_gloo": "whom torch's name of a backend means",
     "dump_flight_record": "torch's recorder is for NCCL alone",
     "empty": "memory that other ranks read",
     "empty_like": "memory that other ranks read",
