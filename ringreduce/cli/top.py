@@ -19,6 +19,7 @@ from ringreduce.cli.arguments import seconds
 from ringreduce.cli.terminal import Help, console, put, say, table
 from ringreduce.common import compiled
 from ringreduce.common.failures import InvalidArgument, SystemFailure
+from ringreduce.common.ranks import numbers
 from ringreduce.common.units import bytes_text, time_text
 
 if TYPE_CHECKING:
@@ -101,13 +102,13 @@ class Watch:
         """The ranks of each group, by the number of its memory. Looks at all groups once."""
         groups, now, seen = {}, time.monotonic(), {}
         for memory, ranks in _memories():
-            rows = []
+            rows, global_of = [], {its.rank: its.global_rank for its in ranks}
             for its in ranks:
                 before = self._before.get((memory, its.rank))
                 same = before and (before[0].entered, before[0].completed) == (its.entered, its.completed)
                 since = before[2] if before and same else now
                 seen[memory, its.rank] = its, now, since
-                rows.append(_rank(its, ranks, now - since, before and (before[0], now - before[1])))
+                rows.append(_rank(its, global_of, now - since, before and (before[0], now - before[1])))
             groups[memory] = rows
         self._before = seen
         return groups
@@ -130,9 +131,8 @@ def _memories() -> Iterator[tuple[int, list[RankSeen]]]:
                 os.close(memfd)
 
 
-def _rank(its: RankSeen, all_of_group: list[RankSeen], since: float, before: tuple[RankSeen, float] | None) -> Rank:
+def _rank(its: RankSeen, global_of: dict[int, int], since: float, before: tuple[RankSeen, float] | None) -> Rank:
     waits = its.waits_for >= 0 and its.since_sign < SIGN_OF_LIFE
-    global_of = {each.rank: each.global_rank for each in all_of_group}
     calls = size = 0.0
     if before:
         last, passed = before
@@ -163,15 +163,14 @@ def _state(its: RankSeen, waits: bool) -> str:
 
 def verdict(ranks: list[Rank]) -> str:
     """Whom the others wait for, in a sentence; "" if nobody waits for long."""
-    waiting = [each for each in ranks if each.waits_for is not None and each.since > SIGN_OF_LIFE]
-    awaited = {each.waits_for for each in waiting} - {each.rank for each in waiting}
+    waiting = {each.rank: each.waits_for for each in ranks if each.waits_for is not None and each.since > SIGN_OF_LIFE}
     of = {each.rank: each for each in ranks}
+    waits = f"{numbers(list(waiting))} wait{'s' * (len(waiting) == 1)} for"
     said = []
-    for rank in sorted(awaited, key=str):
-        its = of.get(rank) if rank is not None else None
+    for rank in sorted(set(waiting.values()) - waiting.keys()):
+        its = of.get(rank)
         who = f"rank {rank} (pid {its.pid}), which {_which(its)}" if its else f"rank {rank}, which is on another host"
-        by = ", ".join(str(each.rank) for each in waiting)
-        said.append(f"rank{'s' * (len(waiting) > 1)} {by} wait{'s' * (len(waiting) == 1)} for {who}")
+        said.append(f"{waits} {who}")
     return "; ".join(said)
 
 

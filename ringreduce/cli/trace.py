@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from ringreduce.cli.terminal import Help, console, put, say, table
 from ringreduce.common.failures import InvalidArgument
 from ringreduce.common.files import content_of, write_file
+from ringreduce.common.ranks import numbers
 from ringreduce.common.units import time_text
 
 CLOCKS_DIFFER = 1e-3
@@ -137,7 +138,7 @@ def _read(path: Path, rank: int) -> Record:
 
 
 def _ranks_in(text: str) -> list[int]:
-    return [int(rank) for rank in list(json.loads(text))]
+    return [int(rank) for rank in json.loads(text)]
 
 
 def _call(rank: int, entry: dict[str, Any]) -> Call:
@@ -191,7 +192,7 @@ def clock_offsets(recorded: dict[int, list[Call]]) -> dict[int, float]:
     return offsets
 
 
-def _strangers(calls: Iterable[Call]) -> set[int]:
+def _strangers(calls: list[Call]) -> set[int]:
     """Ranks whose calls all ended long before any other rank's began."""
     spans: dict[int, tuple[float, float]] = {}
     for call in calls:
@@ -204,7 +205,7 @@ def _strangers(calls: Iterable[Call]) -> set[int]:
     }
 
 
-def _collectives(calls: Iterable[Call]) -> dict[tuple[str, int], list[Call]]:
+def _collectives(calls: list[Call]) -> dict[tuple[str, int], list[Call]]:
     """The collectives, as each rank that has them recorded them."""
     found: dict[tuple[str, int], list[Call]] = {}
     for call in calls:
@@ -213,7 +214,7 @@ def _collectives(calls: Iterable[Call]) -> dict[tuple[str, int], list[Call]]:
     return found
 
 
-def waited_for(calls: Iterable[Call]) -> list[dict[str, Any]]:
+def waited_for(calls: list[Call]) -> list[dict[str, Any]]:
     """For each rank, of how many collectives it began last of the ranks, and for how many seconds the first had waited
     then, in all. The rank that was waited for longest comes first."""
     last: dict[int, list[float]] = {}
@@ -225,10 +226,9 @@ def waited_for(calls: Iterable[Call]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["waited_s"])
 
 
-def not_ended(calls: Iterable[Call], members: dict[str, list[int]], files: Collection[int]) -> list[dict[str, Any]]:
+def not_ended(calls: list[Call], members: dict[str, list[int]], files: Collection[int]) -> list[dict[str, Any]]:
     """The calls that some rank has begun and not ended, the earliest first: who called what, and which ranks of `files`
     have not begun them. A call that a rank's record has no longer counts as begun."""
-    calls = list(calls)
     latest: dict[tuple[str, int], int] = {}
     for call in calls:
         if not call.message:
@@ -257,7 +257,7 @@ def not_ended(calls: Iterable[Call], members: dict[str, list[int]], files: Colle
     return sorted(found, key=lambda row: row["begun"])
 
 
-def events(calls: Iterable[Call]) -> Iterable[dict[str, Any]]:
+def events(calls: list[Call]) -> Iterable[dict[str, Any]]:
     """The trace in Chrome's format: a process for each rank, threads for each of its groups, times in microseconds.
 
     Calls on one thread must not overlap, so a group has as many as it has calls at the same time.
@@ -293,7 +293,7 @@ def events(calls: Iterable[Call]) -> Iterable[dict[str, Any]]:
 def _show(found: dict[str, Any], records: dict[int, Record], saved: Path | None) -> None:
     to = console()
     if found["without_file"]:
-        say(to, f"there is no file of {_ranks(found['without_file'])}, which may have ended first")
+        say(to, f"there is no file of {numbers(found['without_file'])}, which may have ended first")
     for rank in found["of_another_run"]:
         say(to, f"{records[rank].path}: its times are far from the others'; is it of another run?")
     for rank, offset in found["clock_offsets_s"].items():
@@ -307,16 +307,12 @@ def _show(found: dict[str, Any], records: dict[int, Record], saved: Path | None)
     else:
         say(to, "no collective is in the records of two ranks")
     for row in found["not_ended"][:MOST_UNFINISHED]:
-        (name, *others), ranks = row["calls"], f"not ended by {_ranks(row['not_ended_by'])}"
+        (name, *others), ranks = row["calls"], f"not ended by {numbers(row['not_ended_by'])}"
         if others:
-            name, ranks = "different calls", ", ".join(f"{name} by {_ranks(by)}" for name, by in row["calls"].items())
-        missing = f"; not begun by {_ranks(row['not_begun_by'])}" if row["not_begun_by"] else ""
+            name, ranks = "different calls", ", ".join(f"{name} by {numbers(by)}" for name, by in row["calls"].items())
+        missing = f"; not begun by {numbers(row['not_begun_by'])}" if row["not_begun_by"] else ""
         say(to, f"group {row['group']}: {name} #{row['number']}: {ranks}{missing}")
     if len(found["not_ended"]) > MOST_UNFINISHED:
         say(to, f"{len(found['not_ended']) - MOST_UNFINISHED} more have not ended; --json has them all")
     if saved:
         say(to, f"trace: {saved}, for https://ui.perfetto.dev")
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -45,6 +45,7 @@ class Ranks(Processes):
     def __init__(self, function: Callable[..., Any], size: int, *args: Any) -> None:
         super().__init__()
         self.prefix, port = f"test{next(_fresh)}", _store().port
+        self.store = dist.PrefixStore(self.prefix, _store())
         for rank in range(size):
             self._start(_main, rank, size, port, self.prefix, tail=(function, args))
 

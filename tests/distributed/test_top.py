@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed.harness import Rank, Ranks
-from distributed.harness import _store as the_store
 from processes import deadline
 
 from ringreduce.cli import top
@@ -49,13 +48,12 @@ def seen_until(pids: list[int], watch: top.Watch, said: str) -> list[top.Rank]:
 def test_the_rank_that_is_waited_for_is_named() -> None:
     watch = top.Watch()
     with Ranks(waits_and_calls, 3) as ranks:
-        store = dist.PrefixStore(ranks.prefix, the_store())
         pids = ranks.reports()
         idle = of(pids, watch.look())
         assert [each.rank for each in idle] == [0, 1, 2] and [each.pid for each in idle] == pids
         assert {each.state for each in idle} == {"between calls"} and top.verdict(idle) == ""
         assert {each.call for each in idle} == {"all_reduce(count=1000, dtype=float32, op=sum) #1"}
-        store.set("looked", "")
+        ranks.store.set("looked", "")
         waiting = seen_until(pids, watch, "ranks 0, 2 wait for rank 1")
         assert f"(pid {pids[1]}), which has been between calls" in top.verdict(waiting)
         assert waiting[0].state == waiting[2].state == "waits" and waiting[0].waits_for == waiting[2].waits_for == 1
@@ -68,13 +66,13 @@ def test_the_rank_that_is_waited_for_is_named() -> None:
         assert f'ringreduce_waits{{group="7",rank="0",pid="{pids[0]}"}} 1' in text
         assert all(re.fullmatch(r"# (HELP|TYPE) .+|ringreduce_\w+\{.+\} \S+", line) for line in text.splitlines())
         ranks.signal(1, signal.SIGCONT)
-        store.set("rank 1 may go on", "")
+        ranks.store.set("rank 1 may go on", "")
         gone_on = waiting
         while any(each.state != "between calls" for each in gone_on):
             time.sleep(0.1)
             gone_on = of(pids, watch.look())
         assert all(each.call.endswith("#2") for each in gone_on)
-        store.set("the end", "")
+        ranks.store.set("the end", "")
         ranks.results()
     assert of(pids, watch.look()) == []
 
@@ -92,7 +90,6 @@ def calls_all_the_time(me: Rank) -> None:
 def test_rates_and_the_command() -> None:
     command = [sys.executable, "-m", "ringreduce", "top", "--once", "--interval", "0.5"]
     with Ranks(calls_all_the_time, 2) as ranks:
-        store = dist.PrefixStore(ranks.prefix, the_store())
         pids = ranks.reports()
         done = subprocess.run([*command, "--json"], capture_output=True, check=True, timeout=deadline())
         (group,) = [each for each in json.loads(done.stdout) if each["ranks"][0]["pid"] == pids[0]]
@@ -105,7 +102,7 @@ def test_rates_and_the_command() -> None:
         watching.send_signal(signal.SIGINT)
         assert watching.wait(deadline()) == 0
         watching.stdout.close()
-        store.set("the end", "")
+        ranks.store.set("the end", "")
         ranks.results()
 
 

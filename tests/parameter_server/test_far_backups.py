@@ -18,9 +18,7 @@ from typing import Any, cast
 import pytest
 import test_backups as near
 import torch
-import torch.distributed as dist
 from bodies.parameter_server import APART, SMALL, placed
-from distributed import harness
 from distributed.harness import Rank, Ranks, run
 from test_backups import MODES, PLACES, PUSHES, SERVERS, WORKERS, was_killed
 
@@ -204,7 +202,7 @@ def pushes_meanwhile(me: Rank, doomed: int) -> bool:
 def test_nothing_is_lost_when_a_process_is_killed_while_a_server_leaves(doomed: int, step: str) -> None:
     with Ranks(placed, SERVERS + WORKERS, PLACES["apart"], leaves_and_somebody_dies, doomed, step) as ranks:
         assert doomed < 0 or was_killed(ranks, doomed)
-        dist.PrefixStore(ranks.prefix, harness._store()).set("killed", "")
+        ranks.store.set("killed", "")
         *_, first, second = ranks.results(but=(doomed,))
     assert first and second
 

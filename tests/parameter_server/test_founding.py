@@ -169,19 +169,13 @@ def test_a_server_that_is_started_again_is_told_or_joins(backups: int) -> None:
         pid = ranks.pid(0)
         ranks.signal(1, signal.SIGKILL)
         ranks._processes[1].join(deadline())
-        store(ranks).set("rank 1 is gone", "")
+        ranks.store.set("rank 1 is gone", "")
         said = ranks.results(but=(1,))[1]
     if backups:
         assert said in ("serves [0]", "serves [1]")
     else:
         assert "rank 1 cannot found the parameter server 'default' again: server 0 (" in said
         assert f"pid {pid}) serves already" in said and "another name=" in said
-
-
-def store(ranks: Ranks) -> torch.distributed.Store:
-    from distributed.harness import _store
-
-    return torch.distributed.PrefixStore(ranks.prefix, _store())
 
 
 def test_counts_have_limits() -> None:

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from bodies.parameter_server import COUNT, alone, gradient
-from distributed import harness
 from distributed.harness import Rank, Ranks, run
 from processes import deadline, free_ports
 from test_serve import start
@@ -161,7 +160,7 @@ def check_that_nothing_is_lost(doomed: int, after: float, step: str = "", times:
     with Ranks(moves_and_dies, 3 + WORKERS, doomed, after, step, times, backups) as ranks:
         ranks._processes[doomed].join(60)
         assert ranks._processes[doomed].exitcode == -9, f"the process that was to die {step} has not"
-        dist.PrefixStore(ranks.prefix, harness._store()).set("killed", "")
+        ranks.store.set("killed", "")
         *_, first, second = ranks.results(but=(doomed,))
     assert first and second, f"after {after} s"
 
