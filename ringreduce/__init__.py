@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from ringreduce._autoload import register_if_needed
-from ringreduce.common import compiled
 
 __version__ = "0.1.0"
 
@@ -32,7 +31,7 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     if name == "_C":
-        return compiled.load()
+        return import_module("ringreduce._C")
     if name == "errors":  # where planning has raised one already, its class must be among these
         return import_module("ringreduce.errors" if "torch" in sys.modules else "ringreduce.common.failures")
     if _MODULE_OF.get(name) == "ringreduce.topology":

@@ -24,6 +24,7 @@ OTHER_VARIABLES: Mapping[str, str] = {
     "RINGREDUCE_LIBCUDA": "the file of the CUDA driver's library (default: libcuda.so.1)",
     "RINGREDUCE_LIBNCCL": "the file of NCCL's library (default: the one that torch uses, or a wheel's)",
     "RINGREDUCE_NVCC": "the nvcc that compiles GPU kernels at first use, and in a build; 0: none",
+    "RINGREDUCE_TORCHS": "the torches that a build compiles for: folders, with : between (default: this Python's)",
     "RINGREDUCE_WERROR": "1: warnings end a build",
     "RINGREDUCE_AS_GLOO": "1: groups of backend 'gloo' run on ringreduce (ringreduce.as_gloo)",
     "RINGREDUCE_LIFE": "set by `ringreduce keep` for the program that it starts",

@@ -24,8 +24,6 @@ namespace py = pybind11;
 // ---- What Python gives and gets for types of C++ --------------------------------------------------------------------
 
 namespace ringreduce::parameter_server {
-namespace {
-
 // The blocks of a key, converted from Python once.
 struct Parts {
   using Tuple = std::tuple<std::uint32_t, BlockId, std::size_t, std::size_t, std::size_t>;
@@ -39,6 +37,8 @@ struct Parts {
   std::vector<Part> parts;
   Packing push_wire, pull_wire;  // how values are packed to and from other hosts
 };
+
+namespace {
 
 // Python gives seconds, or None for no limit.
 using Timeout = std::optional<double>;

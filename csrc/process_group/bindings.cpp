@@ -427,7 +427,7 @@ void bind_kernels(py::module_& m) {
 
 }  // namespace
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+PYBIND11_MODULE(_C, m) {
   py::register_exception_translator(translate);
   py::module_::import("torch._C._distributed_c10d");  // knows the base class
   bind_transport(m);

@@ -8,11 +8,15 @@
 #include <torch/csrc/distributed/c10d/TraceUtils.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <cstdio>
 #include <exception>
+#include <map>
 #include <optional>
+#include <string>
+#include <string_view>
 #include <torch/csrc/distributed/c10d/FlightRecorder.hpp>
 #include <utility>
 
@@ -25,32 +29,37 @@ namespace {
 
 using c10d::OpType;
 
-struct Name {
+struct CallName {
   OpType type;
-  const char *title, *title_of_gloo;
+  const char* name;
 };
-constexpr std::size_t kPrefix = sizeof("ringreduce:") - 1;
-constexpr Name kNames[] = {
-    {OpType::BROADCAST, "ringreduce:broadcast", "gloo:broadcast"},
-    {OpType::ALLREDUCE, "ringreduce:all_reduce", "gloo:all_reduce"},
-    {OpType::ALLREDUCE_COALESCED, "ringreduce:all_reduce", "gloo:all_reduce"},
-    {OpType::_ALLREDUCE_SPARSE, "ringreduce:sparse_all_reduce", "gloo:sparse_all_reduce"},
-    {OpType::REDUCE, "ringreduce:reduce", "gloo:reduce"},
-    {OpType::ALLGATHER, "ringreduce:all_gather", "gloo:all_gather"},
-    {OpType::_ALLGATHER_BASE, "ringreduce:all_gather", "gloo:all_gather"},
-    {OpType::ALLGATHER_COALESCED, "ringreduce:all_gather", "gloo:all_gather"},
-    {OpType::REDUCE_SCATTER, "ringreduce:reduce_scatter", "gloo:reduce_scatter"},
-    {OpType::_REDUCE_SCATTER_BASE, "ringreduce:reduce_scatter", "gloo:reduce_scatter"},
-    {OpType::GATHER, "ringreduce:gather", "gloo:gather"},
-    {OpType::SCATTER, "ringreduce:scatter", "gloo:scatter"},
-    {OpType::ALLTOALL, "ringreduce:all_to_all", "gloo:all_to_all"},
-    {OpType::ALLTOALL_BASE, "ringreduce:all_to_all", "gloo:all_to_all"},
-    {OpType::BARRIER, "ringreduce:barrier", "gloo:barrier"},
-    {OpType::SEND, "ringreduce:send", "gloo:send"},
-    {OpType::RECV, "ringreduce:recv", "gloo:recv"},
-    {OpType::RECVANYSOURCE, "ringreduce:recvAnySource", "gloo:recvAnySource"},
-    {OpType::COALESCED, "ringreduce:coalesced", "gloo:coalesced"},
+constexpr CallName kCalls[] = {
+    {OpType::BROADCAST, "broadcast"},
+    {OpType::ALLREDUCE, "all_reduce"},
+    {OpType::ALLREDUCE_COALESCED, "all_reduce"},
+    {OpType::_ALLREDUCE_SPARSE, "sparse_all_reduce"},
+    {OpType::REDUCE, "reduce"},
+    {OpType::ALLGATHER, "all_gather"},
+    {OpType::_ALLGATHER_BASE, "all_gather"},
+    {OpType::ALLGATHER_COALESCED, "all_gather"},
+    {OpType::REDUCE_SCATTER, "reduce_scatter"},
+    {OpType::_REDUCE_SCATTER_BASE, "reduce_scatter"},
+    {OpType::GATHER, "gather"},
+    {OpType::SCATTER, "scatter"},
+    {OpType::ALLTOALL, "all_to_all"},
+    {OpType::ALLTOALL_BASE, "all_to_all"},
+    {OpType::BARRIER, "barrier"},
+    {OpType::SEND, "send"},
+    {OpType::RECV, "recv"},
+    {OpType::RECVANYSOURCE, "recvAnySource"},
+    {OpType::COALESCED, "coalesced"},
 };
+
+const char* find(OpType type) {
+  const auto* found =
+      std::find_if(std::begin(kCalls), std::end(kCalls), [&](const CallName& call) { return call.type == type; });
+  return found == std::end(kCalls) ? "unknown" : found->name;
+}
 
 struct Registry {
   std::mutex mutex;
@@ -72,14 +81,15 @@ void cannot_write(int global_rank, const std::exception& error) {
 
 }  // namespace
 
-const char* profiling_title(OpType type, bool as_gloo) {
-  const auto* found = std::find_if(std::begin(kNames), std::end(kNames), [&](const Name& n) { return n.type == type; });
-  if (found == std::end(kNames)) return "ringreduce:unknown";
-  return as_gloo ? found->title_of_gloo : found->title;
-}
+const char* name_of(OpType type) { return find(type == OpType::RECVANYSOURCE ? OpType::RECV : type); }
 
-const char* name_of(OpType type) {
-  return profiling_title(type == OpType::RECVANYSOURCE ? OpType::RECV : type) + kPrefix;
+const char* profiling_title(OpType type, bool as_gloo) {
+  static const auto titles = [] {
+    std::map<std::string_view, std::array<std::string, 2>> made{{"unknown", {"ringreduce:unknown", "gloo:unknown"}}};
+    for (const auto& [_, name] : kCalls) made[name] = {std::string("ringreduce:") + name, std::string("gloo:") + name};
+    return made;
+  }();
+  return titles.at(find(type))[as_gloo].c_str();
 }
 
 CallLog::CallLog(std::size_t entries, bool print, Group group)

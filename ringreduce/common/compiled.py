@@ -1,47 +1,62 @@
-"""The way to the compiled module, `ringreduce._C`, which is made for one version of torch."""
+"""The way to the compiled module, `ringreduce._C`. One file of it is made for each minor version of torch."""
 
 from __future__ import annotations
 
+import sysconfig
 from importlib import import_module
+from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
-from ringreduce.common.files import text_of
-
 PACKAGE = Path(__file__).resolve().parents[1]
 
-ANEW = "build it anew: `make build` in a checkout, or `pip install --no-build-isolation --no-deps .` there"
+STEM = "_C_torch"
+"""How the name of each file begins; torch's minor version and the suffix of this Python's modules follow."""
+
+ANEW = "build it for this torch: `make build` in a checkout, or `pip install --no-build-isolation --no-deps .` there"
 
 
-def built_for() -> str:
-    """The version of torch that the compiled module was built for; "" if setup.py did not say."""
-    return text_of(PACKAGE / "_C.torch")
+def built_for() -> list[str]:
+    """The minor versions of torch that there is a file for, such as ["2.11", "2.13"]."""
+    suffix = EXTENSION_SUFFIXES[0]
+    versions = [path.name[len(STEM) : -len(suffix)] for path in PACKAGE.glob(f"{STEM}*{suffix}")]
+    return sorted(versions, key=lambda version: [int(number) for number in version.split(".")])
 
 
-def load() -> ModuleType:
-    """The module. Raises ImportError, which says what to do."""
+def file_for(torch_version: str) -> Path:
+    """The file for this version of torch, whether or not it exists."""
+    return PACKAGE / f"{STEM}{'.'.join(torch_version.split('.')[:2])}{EXTENSION_SUFFIXES[0]}"
+
+
+def open_module(name: str) -> ModuleType:
+    """The file for the torch that is installed, as the module `name`. Raises ImportError, which says what to do."""
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        raise ImportError("ringreduce does not run on a free-threaded Python; use one with the GIL")
     try:
         import torch
     except ImportError as error:
         raise ImportError(f"there is no torch ({error}); pip install torch") from None
-    if not list(PACKAGE.glob("_C.*so")):
-        raise ImportError(f"{PACKAGE} has no compiled module; {ANEW}")
     # torch keeps its binary interface within a minor version only. A module of another one may load and then crash.
-    if (built := built_for()) and _minor(built) != _minor(torch.__version__):
-        raise ImportError(
-            f"the compiled module was built for torch {built}, and this is torch {torch.__version__}; {ANEW}"
-        )
+    file = file_for(torch.__version__)
+    if not file.exists():
+        if not (versions := ", ".join(built_for())):
+            raise ImportError(f"{PACKAGE} has no compiled module; {ANEW}")
+        here = torch.__version__
+        raise ImportError(f"the compiled module was built for torch {versions}, and this is torch {here}; {ANEW}")
+    spec = spec_from_file_location(name, file, loader=ExtensionFileLoader(name, str(file)))
+    assert spec is not None and spec.loader is not None
     try:
-        return import_module("ringreduce._C")
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
     except ImportError as error:
-        raise ImportError(
-            f"the compiled module, built for torch {built or 'of an unknown version'}, cannot be loaded with torch "
-            f"{torch.__version__}: {error}; {ANEW}"
-        ) from error
+        raise ImportError(f"{file.name} cannot be loaded with torch {torch.__version__}: {error}; {ANEW}") from error
+    return module
 
 
-def _minor(version: str) -> list[str]:
-    return version.split(".")[:2]
+def load() -> ModuleType:
+    """`ringreduce._C`. Raises ImportError, which says what to do."""
+    return import_module("ringreduce._C")
 
 
 def why_not() -> str:

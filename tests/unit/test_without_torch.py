@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -31,7 +30,7 @@ PathFinder.find_spec = find_others
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the package as it is in a checkout where nothing has been compiled."""
     folder = tmp_path_factory.mktemp("planning")
-    ignored = shutil.ignore_patterns("*.so", "_C.torch", "__pycache__", "*.fatbin", "*.cu")
+    ignored = shutil.ignore_patterns("*.so", "__pycache__", "*.fatbin", "*.cu")
     shutil.copytree(PACKAGE, folder / "ringreduce", ignore=ignored)
     return folder
 
@@ -133,41 +132,64 @@ print(x.tolist(), ringreduce.stats()["0"]["all_reduce"].calls)
     assert ran.stdout == "[1.0, 1.0, 1.0] 1\n", ran.stderr
 
 
-def test_doctor_runs_with_a_module_for_another_torch(copy: Path, tmp_path: Path) -> None:
+def test_a_module_that_cannot_be_loaded_says_why(copy: Path, tmp_path: Path) -> None:
+    import torch
+
     folder = tmp_path / "other"
     shutil.copytree(copy, folder)
     source = tmp_path / "module.c"
     source.write_text("void only_in_another_torch(void); void *PyInit__C(void) { only_in_another_torch(); return 0; }")
-    suffix = next(iter(PACKAGE.glob("_C*.so"))).name
+    file = folder / "ringreduce" / compiled.file_for(torch.__version__).name
     compiler = shutil.which(os.environ.get("CC", "cc")) or "c++"
-    subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(folder / "ringreduce" / suffix)], check=True)
-    (folder / "ringreduce/_C.torch").write_text("2.99.1")
-    said = " ".join(command(folder, "doctor", hidden=()).split())
-    assert "the compiled module was built for torch 2.99.1, and this is torch" in said
-    ran = python(folder, "import ringreduce._C")  # without the way that says more
-    assert "undefined symbol" in ran.stderr or "libtorch" in ran.stderr or "libc10" in ran.stderr
+    subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(file)], check=True)
+    assert f"{file.name} cannot be loaded" in " ".join(command(folder, "doctor", hidden=()).split())
+    assert "undefined symbol: only_in_another_torch" in python(folder, "import ringreduce._C").stderr
     assert json.loads(command(folder, "plan", "dgx1-v100", "--json", hidden=()))["time_s"] > 0
-    (folder / "ringreduce/_C.torch").unlink()
-    assert "undefined symbol: only_in_another_torch" in command(folder, "doctor", hidden=())
 
 
-def test_a_module_for_another_minor_version_of_torch_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether or not it would load: what it calls may mean something else there."""
+def test_a_module_for_another_minor_version_of_torch_is_not_loaded(copy: Path, tmp_path: Path) -> None:
+    """Whether or not it would load: what it calls may mean something else there. This one ends the process."""
     import torch
 
-    for built in ("2.99.1", "1" + torch.__version__):
-        monkeypatch.setattr(compiled, "built_for", lambda built=built: built)
-        with pytest.raises(ImportError, match=re.escape(f"was built for torch {built}, ")):
-            compiled.load()
-    for built in (torch.__version__, ".".join(torch.__version__.split(".")[:2]) + ".99", ""):
-        monkeypatch.setattr(compiled, "built_for", lambda built=built: built)
-        assert compiled.load()
+    folder = tmp_path / "other"
+    shutil.copytree(copy, folder)
+    source = tmp_path / "module.c"
+    source.write_text("#include <stdlib.h>\n__attribute__((constructor)) void opened(void) { _Exit(77); }")
+    compiler = shutil.which(os.environ.get("CC", "cc")) or "c++"
+    for version in ("2.99.1", "2.100.0", "1" + torch.__version__):
+        file = folder / "ringreduce" / compiled.file_for(version).name
+        subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(file)], check=True)
+    minor = ".".join(("1" + torch.__version__).split(".")[:2])
+    said = f"the compiled module was built for torch 2.99, 2.100, {minor}, and this is torch {torch.__version__}; "
+    for code in (
+        "import ringreduce._C",
+        "from ringreduce import _C",
+        "from ringreduce.common import compiled; compiled.load()",
+    ):
+        ran = python(folder, code)
+        assert ran.returncode == 1 and f"ImportError: {said}" in ran.stderr, (code, ran.stderr)
+    assert "was built for torch 2.99, 2.100," in " ".join(command(folder, "doctor", hidden=()).split())
 
 
-def test_the_build_notes_its_torch() -> None:
-    import torch
+def test_a_free_threaded_python_is_refused(copy: Path) -> None:
+    code = """
+import sysconfig
+config = sysconfig.get_config_var
+sysconfig.get_config_var = lambda name: 1 if name == "Py_GIL_DISABLED" else config(name)
+import ringreduce._C
+"""
+    refused = "ImportError: ringreduce does not run on a free-threaded Python; use one with the GIL\n"
+    assert python(copy, code).stderr.endswith(refused)
 
-    assert (PACKAGE / "_C.torch").read_text().strip() == torch.__version__
+
+def test_the_module_is_of_one_process_however_it_is_imported() -> None:
+    code = """
+import sys, pickle, ringreduce._C, ringreduce
+from ringreduce import _C
+from ringreduce.common import compiled
+print(_C is ringreduce._C is compiled.load() is sys.modules["ringreduce._C"], _C.ProcessGroupRing.__module__)
+"""
+    assert python(PACKAGE.parent, code).stdout == "True ringreduce._C\n"
 
 
 def test_the_backend_is_registered_whichever_comes_first() -> None:

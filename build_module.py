@@ -1,0 +1,197 @@
+"""Compiles csrc to ringreduce/_C_torch<minor>...so, one file for each torch, for setup.py. It needs only ninja.
+
+Most of csrc knows neither torch nor Python and is compiled once. Only process_group/ and the bindings are compiled for
+each torch. A compiler takes ten seconds to read torch's headers, so these sources are compiled in two pieces, each as
+one file that includes them: a name that one of them declares for itself must not mean something else in another.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+CSRC = ROOT / "csrc"
+BUILD = ROOT / "build"
+MACHINES = ("x86_64", "aarch64")
+OLDEST_TORCH = (2, 11)
+
+# torch's headers need C++17 today and its own default is C++20, which every compiler that can build them has.
+# Contraction is off because a fused multiply-add rounds differently: all instruction sets must give the same bits.
+# A warning fails the build in CI only (RINGREDUCE_WERROR=1): other compilers warn about other things.
+FLAGS = [
+    "-std=c++20",
+    "-O3",
+    "-DNDEBUG",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-pthread",
+    "-Wall",
+    "-Wextra",
+]
+
+SETTINGS = """
+rule compile
+  command = $cxx $flags $headers -MMD -MF $out.d -c $in -o $out
+  deps = gcc
+  depfile = $out.d
+  description = $what
+rule link
+  command = $cxx -shared -pthread $in -o $out $libraries -ldl
+  description = $what
+"""
+
+
+class BuildError(Exception):
+    """The message says what cannot be built, and what to do."""
+
+
+@dataclass(frozen=True)
+class Torch:
+    """A torch to compile for: a folder with torch's headers, its libraries and version.py."""
+
+    folder: Path
+
+    @property
+    def minor(self) -> str:
+        found = re.search(r"__version__ = '((\d+)\.(\d+))", (self.folder / "version.py").read_text())
+        if not found or (int(found[2]), int(found[3])) < OLDEST_TORCH:
+            raise BuildError(
+                f"torch in {self.folder} is older than {'.'.join(map(str, OLDEST_TORCH))}; install a newer one"
+            )
+        return found[1]
+
+    @property
+    def headers(self) -> list[str]:
+        """As system headers, so that warnings are about our code only."""
+        include = self.folder / "include"
+        return [f"-isystem{include}", f"-isystem{include / 'torch/csrc/api/include'}"]
+
+    @property
+    def libraries(self) -> list[str]:
+        return [f"-L{self.folder / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
+
+
+def torches() -> list[Torch]:
+    """Those in the folders of RINGREDUCE_TORCHS, joined by ":", or the one that this Python has."""
+    if named := os.environ.get("RINGREDUCE_TORCHS"):
+        return [Torch(Path(folder)) for folder in named.split(os.pathsep)]
+    spec = find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        raise BuildError(f"there is no torch in {sys.executable}; pip install torch")
+    return [Torch(Path(spec.submodule_search_locations[0]))]
+
+
+def compiler() -> list[str]:
+    """The command of the C++ compiler, after ccache where that is there. Raises BuildError if this machine has none."""
+    if sys.platform != "linux" or platform.machine() not in MACHINES:
+        here = f"{platform.system()} on {platform.machine()}"
+        raise BuildError(f"it runs on Linux on {' and '.join(MACHINES)}; this is {here}")
+    command = shlex.split(os.environ.get("CXX", "c++"))
+    if shutil.which(command[0]) is None:
+        raise BuildError(f"a C++20 compiler is needed: {command[0]} was not found (install g++, or set CXX)")
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        raise BuildError(
+            f"Python's headers are needed: no Python.h in {sysconfig.get_path('include')} (install python3-dev)"
+        )
+    return ["ccache", *command] if "CXX" not in os.environ and shutil.which("ccache") else command
+
+
+def ninja() -> str:
+    """pip's, or one on PATH."""
+    try:
+        from ninja import BIN_DIR
+    except ImportError:
+        found = shutil.which("ninja")
+    else:
+        found = shutil.which("ninja", path=BIN_DIR)
+    if found is None:
+        raise BuildError("ninja was not found; pip install ninja")
+    return found
+
+
+def knows_torch(source: Path) -> bool:
+    return source.parent.name == "process_group" or source.name == "bindings.cpp"
+
+
+class NinjaFile:
+    """What ninja makes, and from what."""
+
+    def __init__(self, cxx: list[str]) -> None:
+        self.lines = [
+            f"builddir = {BUILD / sys.implementation.cache_tag}",
+            f"cxx = {shlex.join(cxx)}",
+            f"flags = {shlex.join(flags())}",
+            SETTINGS,
+        ]
+
+    def add(self, rule: str, made: Path, sources: list[Path], what: str, **variables: list[str]) -> Path:
+        escaped = [re.sub(r"([$ :])", r"$\1", str(path)) for path in (made, *sources)]
+        self.lines.append(f"build {escaped[0]}: {rule} {' '.join(escaped[1:])}\n  what = {what}")
+        self.lines += [f"  {name} = {shlex.join(words)}" for name, words in variables.items()]
+        return made
+
+
+def flags() -> list[str]:
+    strict = ["-Werror"] if os.environ.get("RINGREDUCE_WERROR") == "1" else []
+    return [*FLAGS, *strict, f"-I{CSRC}"]
+
+
+def piece(path: Path, sources: list[Path]) -> Path:
+    """A file that includes `sources`. It is written only if it is another one: ninja goes by its time."""
+    text = "".join(f'#include "{source}"\n' for source in sources)
+    if not path.exists() or path.read_text() != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return path
+
+
+def build(package: Path) -> None:
+    """Makes the files in `package`. Others there are for another torch, and stay. Raises BuildError."""
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        raise BuildError("it does not run on a free-threaded Python; use one with the GIL")
+    file = NinjaFile(compiler())
+    sources = sorted(path for path in CSRC.rglob("*.cpp") if "stress" not in path.parts)
+    engine = [
+        file.add(
+            "compile",
+            BUILD / "engine" / source.relative_to(CSRC).with_suffix(".o"),
+            [source],
+            str(source.relative_to(ROOT)),
+        )
+        for source in sources
+        if not knows_torch(source)
+    ]
+    bindings = [source for source in sources if knows_torch(source) and "bindings" in source.name]
+    calls = [source for source in sources if knows_torch(source) and "bindings" not in source.name]
+    python = f"-isystem{sysconfig.get_path('include')}"
+    for torch in torches():
+        folder = BUILD / f"{sys.implementation.cache_tag}-torch{torch.minor}"
+        pieces = [
+            file.add(
+                "compile",
+                folder / f"{name}.o",
+                [piece(folder / f"{name}.cpp", members)],
+                f"csrc for torch {torch.minor}: {name}",
+                headers=[*torch.headers, python],
+            )
+            for name, members in (("bindings", bindings), ("calls", calls))
+        ]
+        module = package / f"_C_torch{torch.minor}{sysconfig.get_config_var('EXT_SUFFIX')}"
+        file.add("link", module, [*pieces, *engine], module.name, libraries=torch.libraries)
+    BUILD.mkdir(exist_ok=True)
+    written = BUILD / f"{sys.implementation.cache_tag}.ninja"
+    written.write_text("\n".join(file.lines) + "\n")
+    jobs = ["-j", os.environ["MAX_JOBS"]] if "MAX_JOBS" in os.environ else []
+    if subprocess.run([ninja(), "-f", str(written), *jobs], check=False).returncode:
+        raise BuildError("csrc could not be compiled; the compiler says why above")
