@@ -50,19 +50,11 @@ namespace ringreduce::parameter_server {
 namespace {
 
 // Both targets give the same bits, since they round every operation in the same way.
-bool has_avx2() {
-#if defined(__x86_64__)
-  static const bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  return has;
-#else
-  return false;
-#endif
-}
-
 template <class T>
 void dispatch(const Rule& rule, const Update& update) {
 #if defined(__x86_64__)
-  if (has_avx2()) return rule.fused ? avx2::update<true, T>(rule, update) : avx2::update<false, T>(rule, update);
+  static const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (has_avx2) return rule.fused ? avx2::update<true, T>(rule, update) : avx2::update<false, T>(rule, update);
 #endif
   return rule.fused ? baseline::update<true, T>(rule, update) : baseline::update<false, T>(rule, update);
 }

@@ -1,50 +1,75 @@
-// The engine under load and under faults, without torch and without processes: for sanitizers. See `make stress`.
-// With a number, only the mixed load, for that many seconds. See `make soak`. With `hosts`, `peers`, `backups`,
-// `life`, `links`, `segment` or `arena`, only that scenario; of the latter three, only the case that a further argument
-// names.
+// The engine under load and under faults, without torch and without processes: for sanitizers, see `make stress`, and
+// for another processor, see `make aarch64`. Arguments are the names of scenarios; without any, all run. `links:death`
+// is one case of a scenario that has several. A number is the mixed load, for that many seconds, see `make soak`.
 #include <unistd.h>
 
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
+#include <string>
 
 #include "stress/harness.h"
+
+namespace ringreduce::stress {
+namespace {
+
+struct Scenario {
+  const char* name;
+  void (*run)();
+  void (*run_case)(const std::string& name) = nullptr;  // of those that have several; "": all
+};
+
+constexpr Scenario kScenarios[] = {
+    {"malformed_plans", stress_malformed_plans},
+    {"interpreter", stress_interpreter},
+    {"collectives", stress_collectives},
+    {"queue", stress_queue},
+    {"faults", stress_faults},
+    {"messages", stress_messages},
+    {"hosts", stress_hosts},
+    {"links", nullptr, stress_links},
+    {"segment", nullptr, stress_segment},
+    {"life", stress_life_mark},
+    {"peers", stress_peers},
+    {"arena", nullptr, stress_arena},
+    {"parameter_server", stress_parameter_server},
+    {"backups", stress_parameter_server_backups},
+    {"mixed", [] { stress_mixed(3); }},
+};
+
+void run(const Scenario& scenario, const std::string& only) {
+  alarm(300);  // a deadlock that no timeout ends is a failure too
+  if (scenario.run_case) return scenario.run_case(only);
+  check(only.empty(), scenario.name + std::string(" has no cases"));
+  scenario.run();
+}
+
+void run(const std::string& word) {
+  const auto colon = word.find(':');
+  const std::string name = word.substr(0, colon);
+  for (const Scenario& scenario : kScenarios)
+    if (name == scenario.name) return run(scenario, colon == std::string::npos ? "" : word.substr(colon + 1));
+  check(false, "no scenario is called " + name);
+}
+
+}  // namespace
+}  // namespace ringreduce::stress
 
 int main(int argc, char** argv) {
   using namespace ringreduce::stress;
   std::setvbuf(stdout, nullptr, _IOLBF, 0);
   const int seconds = argc > 1 ? std::atoi(argv[1]) : 0;
-  alarm(static_cast<unsigned>(300 + seconds));  // a deadlock that no timeout ends is a failure too
   try {
     if (seconds > 0) {
+      alarm(static_cast<unsigned>(300 + seconds));
       stress_mixed(seconds);
       return 0;
     }
-    const std::string scenario = argc > 1 ? argv[1] : "", only = argc > 2 ? argv[2] : "";
-    if (scenario == "hosts") return stress_hosts(), 0;
-    if (scenario == "links") return stress_links(only), 0;
-    if (scenario == "segment") return stress_segment(only), 0;
-    if (scenario == "life") return stress_life_mark(), 0;
-    if (scenario == "hold_life_marks") hold_life_marks(std::atoi(argv[2]), std::atoi(argv[3]), std::atoi(argv[4]));
-    if (scenario == "peers") return stress_peers(), 0;
-    if (scenario == "arena") return stress_arena(only), 0;
-    if (scenario == "parameter_server") return stress_parameter_server(), 0;
-    if (scenario == "backups") return stress_parameter_server_backups(), 0;
-    stress_malformed_plans();
-    stress_interpreter();
-    stress_collectives();
-    stress_queue();
-    stress_faults();
-    stress_messages();
-    stress_hosts();
-    stress_links();
-    stress_segment();
-    stress_life_mark();
-    stress_peers();
-    stress_arena();
-    stress_parameter_server();
-    stress_parameter_server_backups();
-    stress_mixed(3);
+    if (argc == 5 && std::string(argv[1]) == "hold_life_marks")  // as the scenario "life" starts this program
+      hold_life_marks(std::atoi(argv[2]), std::atoi(argv[3]), std::atoi(argv[4]));
+    for (int i = 1; i < argc; ++i) run(argv[i]);
+    if (argc == 1)
+      for (const Scenario& scenario : kScenarios) run(scenario, "");
   } catch (const std::exception& error) {
     check(false, error.what());
   }

@@ -15,6 +15,7 @@ dist.init_process_group("ringreduce")
 import ringreduce  # noqa: E402
 
 assert Path(ringreduce.__file__).is_relative_to(sys.prefix), f"{ringreduce.__file__} is not the installed wheel"
+assert Path(ringreduce._C.__file__).name.startswith(f"_C_torch{'.'.join(torch.__version__.split('.')[:2])}.")
 assert not any(map(shutil.which, ("c++", "g++", "cc", "gcc", "clang", "clang++"))), "a compiler was found"
 
 rank, size = dist.get_rank(), dist.get_world_size()
@@ -33,7 +34,8 @@ for _ in range(STEPS):
         optimizer.step()
 for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
-total = ringreduce.all_reduce(torch.full((1000,), rank + 1.0))
+total = torch.full((1000,), rank + 1.0)
+ringreduce.all_reduce(total)
 assert total.eq(size * (size + 1) / 2).all()
 if rank == 0:
     print(f"{STEPS} steps of DDP on {size} ranks are those of one process", flush=True)
