@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import json
 import os
+import pickle
 import random
 import resource
 import select
@@ -41,12 +42,13 @@ MOST_MEMORY = 1 << 30
 SECONDS = 60.0
 """For a run, whose timeout and budget are 2 s at most; the machine may be used by others too."""
 
-COMMANDS = {"topo": 20, "plan": 20, "simulate": 10, "calibrate": 16, "doctor": 8, "info": 8, "keep": 6, "serve": 5,
-            "tune": 1, "": 6}  # fmt: skip
+COMMANDS = {"topo": 18, "plan": 18, "simulate": 10, "calibrate": 14, "doctor": 8, "info": 7, "keep": 5, "serve": 4,
+            "top": 3, "trace": 6, "completion": 1, "tune": 1, "": 5}  # fmt: skip
 """How often each is drawn, of 100."""
 
-GARBAGE = ("", "-", "--", "-1", "0", "1", "7", "abc", "nan", "inf", "1e309", "1,2", "3-1", "0-99999", "٣", "9" * 400,
-           "\udcff", "\x1b[31m", "a\nb", "%s", "{}", "[/b]", "../..", "/", "off", "--help", "é")  # fmt: skip
+GARBAGE = ("", "-", "--", "-1", "0", "1", "7", "abc", "nan", "inf", "1e309", "1e20", "1,2", "3-1", "0-99999",
+           "٣", "9" * 400, "\udcff", "\x1b[31m", "a\nb", "%s", "{}", "[/b]", "../..", "/", "off",
+           "--help", "é")  # fmt: skip
 PRESETS = ("dgx1-v100", "dgx1-p100", "dgx2", "dgx-a100", "pcie-4", "gb200-nvl72")
 
 LOG = "#  Rank  0 Group  0 Pid 1 on host device  0\n#  Rank  1 Group  0 Pid 2 on host device  1\n# all_reduce_perf\n"
@@ -54,6 +56,29 @@ LOG += "#       size         count      type   redop    root     time\n"
 LOG += "".join(
     f"  {1 << power}  {1 << power >> 2}  float  sum  -1  {10 + 2**power / 1e5:.2f}\n" for power in range(3, 28)
 )
+
+RECORD = pickle.dumps(
+    {
+        "pg_config": {"0": {"ranks": "[0, 1, 2]"}},
+        "entries": [
+            {
+                "process_group": ("0", "default_pg"),
+                "profiling_name": "ringreduce:all_reduce",
+                "is_p2p": False,
+                "collective_seq_id": number,
+                "p2p_seq_id": 0,
+                "state": "completed",
+                "time_created_ns": number * 10**9,
+                "time_discovered_started_ns": number * 10**9 + 1000,
+                "time_discovered_completed_ns": number * 10**9 + 2000,
+                "input_sizes": [[1000]],
+                "input_dtypes": ["Float"],
+            }
+            for number in range(1, 4)
+        ],
+    }
+)
+"""A flight record."""
 
 FABRIC = json.dumps({"nvlink": {"efficiency": 0.8, "base": 1e-5, "fill": 1e-6, "half": 1e6}})
 
@@ -69,6 +94,10 @@ def fixture(random: random.Random) -> bytes:
         path for path in (ROOT / "tests/fixtures").rglob("*") if path.is_file() and path.stat().st_size < 1 << 18
     )
     content = bytearray(random.choice(found).read_bytes() if random.random() < 0.8 else LOG.encode())
+    return changed(content, random)
+
+
+def changed(content: bytearray, random: random.Random) -> bytes:
     for _ in range(random.choice((0, 0, 1, 3, 30))):
         at = random.randrange(len(content) + 1)
         match random.randrange(3):
@@ -102,6 +131,10 @@ FILES: dict[str, Callable[[Path, random.Random], object]] = {
     "gone": lambda path, _: path.symlink_to("nowhere"),
     "loop": lambda path, _: path.symlink_to(path.name),
     "machine": lambda path, random: path.write_bytes(fixture(random)),
+    "rank0": lambda path, _: path.write_bytes(RECORD),
+    "rank3": lambda path, _: path.write_bytes(RECORD),
+    "rank1": lambda path, random: path.write_bytes(changed(bytearray(RECORD), random)),
+    "record_of_2": lambda path, random: path.write_bytes(RECORD[: random.randrange(len(RECORD))]),
 }
 DEVICES = ("/dev/zero", "/dev/full", "/dev/null", "/dev/stdin", "/proc/self/mem", "/proc/self/environ")
 OUTPUTS = ("out.json", "out.png", "out.svg", "none/out.json", "none/out.png", "/dev/full", "/dev/null", "/dev/stdout",
@@ -131,6 +164,7 @@ KEPT = (
         process=True,
     ),
     Case(["simulate", "--pcie-gbps", "2", "--link-gbps", "1"], streams=("null", "full", "read")),
+    Case(["top", "--once", "--interval", "1e20"]),
 )
 """What failed once."""
 
@@ -171,6 +205,12 @@ class Draw:
             return str(choose(list(action.choices)))
         if name in ("file", "log", "calibration"):
             return choose(PRESETS) if name == "file" and self.random.random() < 0.5 else self.file()
+        if name == "records":
+            kind = choose(("rank0", "rank0", "rank3", "rank3", "rank1", "record_of_2"))
+            if self.random.random() < 0.2:
+                return self.file()
+            self.files[kind] = kind
+            return kind
         if name in ("save", "plot", "plot_links", "write"):
             found = choose(OUTPUTS)
             if found == "full.png":
@@ -194,6 +234,7 @@ class Draw:
             "timeout": ("0.2", "1", "2"),
             "snapshots": (".", "none", "folder"),
             "every": ("0.1", "1"),
+            "interval": ("0.01", "0.3"),
         }
         return choose(known.get(name, ("1", "2", "0.5", "10")))
 
@@ -207,7 +248,7 @@ class Draw:
             else:
                 share = 0.9
             while self.random.random() < share:
-                takes = {None: 1, "?": 1, "+": self.random.choice((0, 1, 2)), 0: 0}.get(action.nargs, 1)
+                takes = {None: 1, "?": 1, "+": self.random.choice((0, 1, 2, 3)), 0: 0}.get(action.nargs, 1)
                 words += [self.random.choice(action.option_strings)] if action.option_strings else []
                 words += [self.value(action) for _ in range(takes)]
                 share *= 0.1
@@ -273,7 +314,7 @@ def draw(seed: int, known: dict[str, argparse.ArgumentParser]) -> Case:
         words = ["tune", "--ranks", "2", "--collectives", "broadcast", "--budget", "1", *words[1:]]
     if some.random.random() < 0.02:
         words = words[: some.random.randrange(len(words) + 1)]
-    waits = name in ("serve", "keep") or "--peers" in words or "fifo" in some.files or "/dev/stdin" in words
+    waits = name in ("serve", "keep", "top") or "--peers" in words or "fifo" in some.files or "/dev/stdin" in words
     streams = (
         some.random.choice(("null", "null", "null", "closed", "zero", "full", "broken")),
         some.random.choice(("read", "read", "read", "read", "closed", "full", "broken", "some", "unwritable")),

@@ -44,6 +44,7 @@ COMMANDS = {
     "top": "what each rank of this host does now, and whom the others wait for",
     "trace": "the flight records of all ranks as one trace, and who was waited for",
     "tune": "measure what runs best for which size, and keep it for this machine",
+    "completion": "what makes bash, zsh or fish complete these commands and their options",
 }
 """And what each does, in a line."""
 

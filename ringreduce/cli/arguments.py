@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import sys
 from collections import Counter
 from functools import partial
 from importlib.util import find_spec
@@ -75,18 +76,19 @@ def collective(text: str) -> str:
     return SPELLINGS[squeezed]
 
 
-def _number(text: str, unit: str, zero: bool = False) -> float:
+def _number(text: str, unit: str, zero: bool = False, most: float = sys.float_info.max) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not (0 < value < math.inf or (zero and value == 0)):
-        raise argparse.ArgumentTypeError(f"{text!r} {unit}; it must be a number {'of at least' if zero else 'above'} 0")
+    if not (0 < value <= most or (zero and value == 0)):
+        bounds = f"{'of at least' if zero else 'above'} 0" + f" and at most {most:g}" * (value > most)
+        raise argparse.ArgumentTypeError(f"{text!r} {unit}; it must be a number {bounds}")
     return value
 
 
 rate = partial(_number, unit="GB/s")
-seconds = partial(_number, unit="seconds")
+seconds = partial(_number, unit="seconds", most=1e9)  # longer ones the operating system cannot wait
 microseconds = partial(_number, unit="microseconds", zero=True)
 
 

@@ -71,6 +71,13 @@ def noise(tmp_path: Path) -> Path:
 # Arguments.
 
 
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "1e20"])
+def test_wrong_seconds_are_named(text: str, capsys: Captured) -> None:
+    said = fails(capsys, "top", "--once", "--interval", text)
+    assert "argument --interval" in said
+    assert repr(text) in said
+
+
 @pytest.mark.parametrize(
     ("text", "count"),
     [
