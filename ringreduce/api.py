@@ -17,9 +17,9 @@ NumPy arrays are used in place through `torch.from_numpy`, so they must be writa
 in its `wait()`. They are classes of `ringreduce.errors`, which says after which ones the group can still be used. A
 rank that is not in `group` gets `InvalidArgument`, where torch's functions warn and return.
 
-`torch.compile` knows torch's functions, not these: compiled code should call torch's. Collectives of objects, and
-`batch_isend_irecv`, are torch's own functions. What differs from torch, call by call, is listed with its reason in
-tests/unit/test_signatures.py.
+`torch.compile` does not know these functions: compiled code calls those of `ringreduce.ops`, or torch's. Collectives of
+objects, and `batch_isend_irecv`, are torch's own functions. What differs from torch, call by call, is listed with its
+reason in tests/unit/test_signatures.py.
 """
 
 from __future__ import annotations

@@ -43,6 +43,10 @@ dist.init_process_group("ringreduce")
 dist.all_reduce(torch.ones(3))
 folder = "."
 """,
+    "docs/training.md: fullgraph=True": """
+import functools
+torch.compile = functools.partial(torch.compile, backend="aot_eager")  # the C++ compiler takes long
+""",
     "docs/elastic.md: agreed = ringreduce.agree()": """
 import ringreduce
 dist.init_process_group("ringreduce")

@@ -1,0 +1,151 @@
+"""What an all_reduce costs in a compiled graph: a tensor-parallel decoder as one graph, one token, one thread a rank.
+
+    python bench/compiled.py                                       2 ranks on this machine
+    python bench/compiled.py --layers 8 --hidden 512
+
+The same layers run in several ways, which take turns, round by round. Compiled with fullgraph=True: with
+torch.ops.ringreduce, with torch's functional collectives, and without communication. Without a compiler: with
+ringreduce.all_reduce, the direct call, and without communication. A figure is the median over the rounds of the slowest
+rank's mean of a round, in microseconds.
+
+  step  a step, divided by its number of all_reduces (two a layer)
+  adds  what an all_reduce adds to the same layers without communication: the call, and waiting for the other ranks
+  over  how much more it adds than the direct call does: the median of the rounds' differences
+
+Exit code: 0, 1 if a rank failed or a result was wrong, 2 if the request makes no sense here.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+
+import harness
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor, nn
+
+HEAD = 16  # features of an attention head
+ALONE = {"torch.ops.ringreduce": "compiled", "functional": "compiled", "direct call": "eager"}
+"""Ways to reduce, and what each is compared with: the same layers without communication."""
+
+Reduce = Callable[[Tensor], Tensor]
+
+
+def reducing(kind: str, group: dist.ProcessGroup) -> Reduce:
+    """What a layer does to the part of a sum that this rank has."""
+    import ringreduce
+    from ringreduce import ops
+
+    name = group.group_name
+
+    def in_place(x: Tensor) -> Tensor:
+        ops.all_reduce_(x, name)
+        return x
+
+    def functional(x: Tensor) -> Tensor:
+        return funcol.all_reduce(x, "sum", name)
+
+    def direct(x: Tensor) -> Tensor:
+        ringreduce.all_reduce(x, group=group)
+        return x
+
+    ways = {"torch.ops.ringreduce": in_place, "functional": functional, "direct call": direct}
+    return ways.get(kind, lambda x: x)
+
+
+class Layer(nn.Module):
+    """This rank's share of a decoder layer over a cache of keys and values: a token of one sequence."""
+
+    def __init__(self, hidden: int, ranks: int, reduce: Reduce) -> None:
+        super().__init__()
+        self.reduce = reduce
+        part = hidden // ranks
+        self.qkv, self.out = nn.Linear(hidden, 3 * part, bias=False), nn.Linear(part, hidden, bias=False)
+        self.gate_up, self.down = nn.Linear(hidden, 4 * part, bias=False), nn.Linear(2 * part, hidden, bias=False)
+        self.register_buffer("keys", torch.randn(part // HEAD, 8, HEAD))
+        self.register_buffer("values", torch.randn(part // HEAD, 8, HEAD))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            each.view(-1, 1, HEAD) for each in self.qkv(nn.functional.rms_norm(x, x.shape[-1:])).chunk(3, dim=-1)
+        )
+        keys, values = torch.cat([self.keys, k], 1), torch.cat([self.values, v], 1)
+        attended = (q @ keys.transpose(1, 2)).softmax(-1) @ values
+        x = x + self.reduce(self.out(attended.view(1, -1)))
+        gate, up = self.gate_up(nn.functional.rms_norm(x, x.shape[-1:])).chunk(2, dim=-1)
+        return x + self.reduce(self.down(nn.functional.silu(gate) * up))
+
+
+def measure(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+    """One rank: microseconds by round of each way, per all_reduce."""
+    group = dist.new_group(backend="ringreduce", timeout=harness.TIMEOUT)
+    calls: dict[str, Callable[[], object]] = {}
+    outputs, times = {}, {}
+    x = torch.randn(1, args.hidden, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        for kind in (*ALONE, *sorted(set(ALONE.values()))):
+            torch.manual_seed(dist.get_rank())
+            reduce = reducing(kind, group)
+            layers: nn.Module = nn.Sequential(*(Layer(args.hidden, args.ranks, reduce) for _ in range(args.layers)))
+            if "compiled" in (kind, ALONE.get(kind)):
+                layers = torch.compile(layers, fullgraph=True, dynamic=False)
+            calls[kind] = partial(layers, x)
+            outputs[kind], times[kind] = layers(x), []
+        for kind in ALONE:
+            torch.testing.assert_close(outputs[kind], outputs["direct call"], rtol=1e-4, atol=1e-4)
+        for _ in range(args.rounds):
+            for kind, call in calls.items():
+                call()
+                times[kind].append(seconds(call, args.repeat) / (2 * args.layers) * 1e6)
+    return times
+
+
+def seconds(call: Callable[[], object], repeat: int) -> float:
+    """Mean of `repeat` calls on the slowest rank; all begin together."""
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(repeat):
+        call()
+    taken = torch.tensor((time.perf_counter() - start) / repeat, dtype=torch.float64)
+    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+    return float(taken)
+
+
+def lines(times: dict[str, list[float]]) -> list[str]:
+    """The table."""
+    found = [f"{'all_reduce by':22} {'layers':10} {'step':>8} {'adds':>8} {'over':>8}"]
+    adds = {kind: [a - b for a, b in zip(times[kind], times[ALONE[kind]], strict=True)] for kind in ALONE}
+    for kind, layers in ALONE.items():
+        over = statistics.median(a - b for a, b in zip(adds[kind], adds["direct call"], strict=True))
+        step, added = statistics.median(times[kind]), statistics.median(adds[kind])
+        found.append(f"{kind:22} {layers:10} {step:8.2f} {added:8.2f} {over:8.2f}")
+    found += [
+        f"{'nothing':22} {layers:10} {statistics.median(times[layers]):8.2f}" for layers in sorted(set(ALONE.values()))
+    ]
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    option = parser.add_argument
+    option("--ranks", type=int, default=2, help="to start here (default 2)")
+    option("--layers", type=int, default=4, help="in the graph, with two all_reduces each (default 4)")
+    option("--hidden", type=int, default=64, help="width of a layer (default 64), and elements of an all_reduce")
+    option("--rounds", type=int, default=301, help="turns that each measurement takes (default 301)")
+    option("--repeat", type=int, default=10, help="steps in a turn (default 10)")
+    args = parser.parse_args()
+    if min(args.ranks - 1, args.layers, args.rounds, args.repeat) < 1:
+        parser.error("need 2 --ranks or more, and --layers, --rounds and --repeat of 1 or more")
+    if args.hidden < 1 or args.hidden % (HEAD * args.ranks):
+        parser.error(f"need --hidden in multiples of {HEAD * args.ranks} for {args.ranks} ranks")
+    print("\n".join(harness.format_origin(harness.origin("an all_reduce in a compiled decoder"))), flush=True)
+    print("\n".join(lines(harness.start_ranks(args.ranks, measure, args))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
