@@ -57,7 +57,7 @@ help:
 
 # ---- set-up: each step leaves a stamp in $(VENV), so that a second call has nothing to do ----------------------------
 
-# What pip calls it, then the module to look for; pyproject.toml has the same as extras.
+# What pip calls it, then the module to look for; pyproject.toml has the same as dependency groups.
 RUN_TOOLS := 'setuptools>=77:setuptools' ninja numpy rich scipy matplotlib scikit-learn:sklearn
 TEST_TOOLS := pytest pytest-timeout:pytest_timeout pytest-xdist:xdist hypothesis psutil expecttest \
   mypy networkx import-linter:importlinter 'ruff==0.17:ruff' 'clang-format==23:clang_format'
@@ -239,7 +239,8 @@ ecosystem:
 	@$(MAKE) --no-print-directory VENV=.venv-ecosystem build .venv-ecosystem/.test-tools
 	@echo "[+] lightning-fabric, accelerate, ray, torchft"
 	@torch=$$(.venv-ecosystem/bin/python -c 'from importlib.metadata import version; print(version("torch"))'); \
-	.venv-ecosystem/bin/python -m pip install -q --no-build-isolation -e '.[ecosystem]' "torch==$$torch"
+	.venv-ecosystem/bin/python -m pip install -q 'pip>=25.1' && \
+	.venv-ecosystem/bin/python -m pip install -q --no-build-isolation -e . --group ecosystem "torch==$$torch"
 	.venv-ecosystem/bin/python -m pytest tests/frameworks/test_ecosystem.py
 
 # PyTorch's own suite for backends.

@@ -1,0 +1,37 @@
+"""What pyproject.toml and the Makefile say twice is the same."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+tomllib = pytest.importorskip("tomllib")  # from Python 3.11 on
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def tools(variable: str) -> set[str]:
+    """The packages that a variable of the Makefile lists."""
+    found = re.search(rf"^{variable} := ((?:.*\\\n)*.*)", (ROOT / "Makefile").read_text(), re.M)
+    assert found is not None
+    return {re.split(r"[:=>]", word.strip("'"))[0] for word in found[1].replace("\\\n", " ").split()}
+
+
+def group(name: str) -> set[str]:
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    return {re.split(r"[\[=>]", each)[0] for each in groups[name]}
+
+
+def test_make_installs_what_the_groups_have() -> None:
+    run = tools("RUN_TOOLS")
+    assert group("test") <= tools("TEST_TOOLS") | run
+    assert tools("TEST_TOOLS") <= group("test")
+    assert group("docs") == tools("DOCS_TOOLS")
+    assert group("bench") | group("examples") <= run | tools("TEST_TOOLS")
+
+
+def test_users_get_no_tools_of_contributors() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(extras) == {"plan", "plot", "cuda", "cupy"}
