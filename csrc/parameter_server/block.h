@@ -36,6 +36,8 @@ struct BlockSpec {
   std::size_t bytes() const { return count * size_of(dtype); }
 };
 
+void visit(Archive& archive, BlockSpec& spec);
+
 // The data of a push.
 struct Data : Payload {
   explicit Data(std::size_t bytes) : bytes(bytes) {}

@@ -23,9 +23,8 @@ namespace ringreduce::parameter_server {
 // The server goes on without a backup that has done nothing for this long.
 inline constexpr Nanoseconds kBackupStands = 5 * kSecond;
 
-// Serialise a specification for the journal and for the state of a server, without its descriptors.
+// Serialises a specification for the journal and for the state of a server, without its descriptors.
 void visit(Archive& archive, WorkerSpec& spec);
-void visit(Archive& archive, BlockSpec& spec);
 
 // The data of a push, in the worker's window or, at a backup that is reached by TCP, in memory of its own.
 struct Server::Lent final : Data {

@@ -11,9 +11,7 @@
 #include "core/error.h"
 #include "core/partition.h"
 #include "core/threads.h"
-#include "parameter_server/dense.h"
 #include "parameter_server/server-inl.h"
-#include "parameter_server/table.h"
 
 namespace ringreduce::parameter_server {
 namespace {
@@ -25,19 +23,14 @@ constexpr Nanoseconds kBackupSilent = 30 * kSecond;
 }  // namespace
 
 Server::Server(std::size_t capacity, Hooks hooks, bool backed_up)
-    : capacity_(capacity),
-      backed_up_(backed_up),
+    : backed_up_(backed_up),
       hooks_(std::move(hooks)),
-      values_fd_(make_memory("ringreduce values", capacity)),
       bell_fd_(make_memory("ringreduce bell", sizeof(Bell))),
-      values_(std::make_unique<Mapping>(values_fd_.get(), capacity, true)),
       bell_memory_(std::make_unique<Mapping>(bell_fd_.get(), sizeof(Bell), true)),
       bell_(reinterpret_cast<Bell*>(bell_memory_->at())),
-      wire_(std::make_unique<ServerWire>(*bell_)) {
-  if (capacity < sizeof(ValuesHeader))
-    throw Error(ErrorKind::invalid_argument, "memory of " + std::to_string(capacity) + " bytes is no room for values");
+      wire_(std::make_unique<ServerWire>(*bell_)),
+      blocks_(capacity, hooks_.roots, hooks_.update) {
   header().serves = 1;
-  seal_for_readers(values_fd_);
   thread_ = start_thread([this] { run(); });
 }
 
@@ -167,7 +160,8 @@ std::pair<BlockId, std::size_t> Server::create(const BlockSpec& wanted) {
       return;
     }
     if (!place) {
-      place = make_block(spec);
+      const BlockId id = blocks_.make(spec);
+      place.emplace(id, blocks_.offset(blocks_[id]));
       decide(Create{spec.mode, spec.width > 0});
       if (!serves_) throw Error(ErrorKind::aborted, "the server has been stopped");
       written = backup_ == nullptr ? 0 : backup_->written();
@@ -185,21 +179,6 @@ std::pair<BlockId, std::size_t> Server::create(const BlockSpec& wanted) {
   }
   return *place;
 }
-
-std::pair<BlockId, std::size_t> Server::make_block(const BlockSpec& spec) {
-  const std::size_t offset = used_, left = memory_left();
-  if (spec.width > 0) {
-    blocks_.push_back(std::make_unique<Table>(spec, left, capacity_));
-    own_bytes_ += blocks_.back()->own_bytes();
-    return {blocks_.size() - 1, 0};
-  }
-  auto block = std::make_unique<Dense>(spec, values_->at(used_), left, capacity_);
-  used_ += block->bytes();
-  blocks_.push_back(std::move(block));
-  return {blocks_.size() - 1, offset};
-}
-
-std::size_t Server::memory_left() const { return capacity_ - used_ - own_bytes_; }
 
 // ---- The thread ---------------------------------------------------------------------------------------------------
 
@@ -267,7 +246,7 @@ void Server::carry_out(Output output) {
   }
   // Whether a table has room for new rows depends on the order of operations, which must be the same in a server and
   // its backup. So nothing is reordered if there are both a backup and a table.
-  if ((backup_ == nullptr && turn_ == 0) || own_bytes_ == 0)
+  if ((backup_ == nullptr && turn_ == 0) || !blocks_.have_own_bytes())
     std::stable_sort(output.operations.begin(), output.operations.end(),
                      [&](const auto& a, const auto& b) { return priorities[a.block] > priorities[b.block]; });
   std::set<std::uint64_t> due;
@@ -286,7 +265,7 @@ void Server::carry_out(Output output) {
   };
   bool others = false;
   for (const Operation& operation : output.operations) {
-    if (by_python(operation)) {
+    if (blocks_.by_python(operation)) {
       others = true;
     } else {
       carry_out(operation);
@@ -297,7 +276,7 @@ void Server::carry_out(Output output) {
   if (others)
     hooks_.enter([&] {
       for (const Operation& operation : output.operations)
-        if (by_python(operation)) carry_out(operation), finish(operation);
+        if (blocks_.by_python(operation)) carry_out(operation), finish(operation);
     });
   for (const auto& [index, reply] : waiting) answer(*reply);
   ring_answered();
@@ -313,44 +292,19 @@ void Server::ring_answered() {
   }
 }
 
-bool Server::by_python(const Operation& operation) const {
-  return (operation.version > 0 || operation.changes) && blocks_[operation.block]->by_python();
-}
-
 void Server::carry_out(const Operation& operation) {
-  Block& block = *blocks_[operation.block];
+  Block& block = blocks_[operation.block];
   if (operation.changes) return block.change(operation.contributions[0]);
   statistics_.updates += operation.version > 0;
-  const std::size_t before = block.own_bytes();
-  try {
-    block.apply(operation, {scratch_, hooks_.roots, hooks_.update, room()});
-    block.failure.clear();
-  } catch (const std::bad_alloc&) {
-    // A partner has carried it out or will, so then this server or backup cannot go on.
-    if (backup_ != nullptr || followed_ != nullptr || !block.is_table()) throw;
-    fail(block, operation, "the server's process has no memory left for the rows");
-  } catch (const std::exception& error) {
-    fail(block, operation, error.what());
+  if (!blocks_.apply(operation, backup_ != nullptr || followed_ != nullptr)) {
+    failed_.insert(operation.index);
+    if (backup_ != nullptr && backup_->next < backup_->end) {
+      backup_->hurries = true;
+      begin_to_give();
+    }
   }
-  own_bytes_ += block.own_bytes() - before;
   if (operation.version > 0) pass(Step::updated);
   block.publish();
-}
-
-// The memory that blocks may take. A new backup that lacks rows cannot tell whether there is room for more. So the
-// server, which can, gives it everything again after an update for which there was none.
-std::size_t Server::room() const {
-  const bool lacks_rows = followed_ != nullptr && std::any_of(blocks_.begin(), blocks_.end(),
-                                                              [](const auto& each) { return each->lacks_rows; });
-  return lacks_rows ? SIZE_MAX : memory_left();
-}
-
-void Server::fail(Block& block, const Operation& operation, const std::string& why) {
-  block.failure = why;
-  failed_.insert(operation.index);
-  if (backup_ == nullptr || backup_->next == backup_->end) return;
-  backup_->hurries = true;
-  begin_to_give();
 }
 
 // Sends a reply, or holds it until the backup has carried out the journal. With `waits_for_backup`, the backup reads
@@ -368,10 +322,10 @@ void Server::answer(const Reply& reply, bool waits_for_backup) {
   // its data may be on the way a second time.
   if (to.lane != nullptr ? !to.attached : turn_ > 0 && to.asked.erase(reply.number) == 0) return;
   // Rows are copied now, before later updates change them.
-  if (comes && blocks_[pull.mapped().block]->is_table()) {
+  if (comes && blocks_[pull.mapped().block].is_table()) {
     const auto& [block, offset, rows, packing] = pull.mapped();
     std::byte* const ids = to.window->memory.at(offset);
-    blocks_[block]->read(ids, rows, ids + rows * sizeof(std::int64_t));
+    blocks_[block].read(ids, rows, ids + rows * sizeof(std::int64_t));
   }
   to.answered = true;
   if (to.lane == nullptr && comes)
@@ -401,7 +355,7 @@ void Server::send_to(Connection& connection) {
   });
   while (!connection.values.empty() && connection.alive) {
     auto [pull, reply] = connection.values.front();
-    const std::size_t bytes = blocks_[pull.block]->value_bytes(pull.count), sent = wire_bytes(pull.packing, bytes);
+    const std::size_t bytes = blocks_[pull.block].value_bytes(pull.count), sent = wire_bytes(pull.packing, bytes);
     if (under_way > 0 && under_way + sent > kCopies) break;
     connection.values.pop_front();
     under_way += sent;
@@ -431,12 +385,12 @@ void Server::send_to(Connection& connection) {
 
 // Returns the value to send: a copy of a block as it is now, or the rows in this server's copy of the worker's window.
 std::shared_ptr<std::byte[]> Server::value_for(const Connection& connection, const Pull& pull, ReplySlot& reply) {
-  if (blocks_[pull.block]->is_table())
+  if (blocks_[pull.block].is_table())
     return {connection.window->memory.at(pull.offset + pull.count * sizeof(std::int64_t)),
             [window = connection.window](const std::byte*) {}};
-  const std::size_t bytes = blocks_[pull.block]->value_bytes(0);
+  const std::size_t bytes = blocks_[pull.block].value_bytes(0);
   auto copy = std::make_shared_for_overwrite<std::byte[]>(bytes);
-  reply.version = blocks_[pull.block]->read(nullptr, 0, copy.get());
+  reply.version = blocks_[pull.block].read(nullptr, 0, copy.get());
   return pull.packing == Packing::none ? copy : pack_for_wire(pull.packing, copy.get(), bytes);
 }
 

@@ -28,7 +28,7 @@
 
 #include "core/descriptors.h"
 #include "core/fork.h"
-#include "parameter_server/block.h"
+#include "parameter_server/blocks.h"
 #include "parameter_server/journal.h"
 #include "parameter_server/shared.h"
 #include "parameter_server/wire.h"
@@ -86,9 +86,9 @@ class Server {
   Server(std::size_t capacity, Hooks hooks, bool backed_up = false);
   ~Server();
 
-  int values() const { return values_fd_.get(); }
+  int values() const { return blocks_.values().get(); }
   int bell() const { return bell_fd_.get(); }
-  std::size_t capacity() const { return capacity_; }
+  std::size_t capacity() const { return blocks_.capacity(); }
 
   // The following functions may be called by any thread. They return after a turn has carried them out, and throw
   // Error(aborted) after stop().
@@ -117,13 +117,12 @@ class Server {
   Statistics statistics();
 
   // ---- Snapshots (snapshot.h) ----
-  // Begins a snapshot of all blocks that have a value. Throws Error(invalid_argument) if one is under way.
+  // As the functions of Blocks.
   std::vector<Snapshot::Entry> begin_snapshot();
-  // Returns the next piece, or nothing after the last. Throws Error(invalid_argument) if no snapshot is under way.
   std::optional<Snapshot::Piece> next_piece();
   void end_snapshot();
   // Whether the server takes no requests until pieces have been taken.
-  bool holds_back() const { return snapshot_bytes_ > Snapshot::kMostKept; }
+  bool holds_back() const { return blocks_.hold_back(); }
 
   // ---- Backups (journal.h) ----
   // A backup can take over only when it *counts*: it has the whole state of its server and, if it is reached by TCP, is
@@ -259,7 +258,6 @@ class Server {
   std::uint32_t end_turns();
   bool turn(bool may_call_python);
   bool serve(bool may_call_python);
-  bool by_python(const Operation& operation) const;
   void say_ended();
   bool serve_orders();
   bool take_requests();
@@ -278,15 +276,11 @@ class Server {
   void carry_out();
   void carry_out(Output output);
   void keep_pull(Connection& connection, const RequestSlot& slot);
-  std::size_t memory_left() const;
-  std::pair<BlockId, std::size_t> make_block(const BlockSpec& spec);
-  std::size_t room() const;
-  void fail(Block& block, const Operation& operation, const std::string& why);
   void carry_out(const Operation& operation);
   void answer(const Reply& reply, bool waits_for_backup = true);
   static void put_reply(Connection& connection, const ReplySlot& slot);
   void ring_answered();
-  ValuesHeader& header() const { return *reinterpret_cast<ValuesHeader*>(values_->at()); }
+  ValuesHeader& header() const { return blocks_.header(); }
   Nanoseconds due_in() const;
   bool may_take() const;
   bool may_write_down(const BlockSpec& spec) const;
@@ -315,7 +309,6 @@ class Server {
   bool reads_push(BlockId id) const;
   void visit(StateArchive& archive);
   void visit_connections(StateArchive& archive);
-  void visit_blocks(Archive& archive);
   void give_worker(const Connection& connection);
   void tell(Connection& connection);
   void check_native() const;
@@ -341,11 +334,10 @@ class Server {
   auto order(F&& body);
 
   const ForkMark fork_;
-  const std::size_t capacity_;
   const bool backed_up_;
   const Hooks hooks_;
-  FileDescriptor values_fd_, bell_fd_;
-  std::unique_ptr<Mapping> values_, bell_memory_;
+  FileDescriptor bell_fd_;
+  std::unique_ptr<Mapping> bell_memory_;
   Bell* bell_;
   std::unique_ptr<ServerWire> wire_;
 
@@ -355,16 +347,11 @@ class Server {
   Shard shard_;
   Nanoseconds stepped_ = ringreduce::now();  // when the shard got its latest message
   std::map<WorkerId, Connection> connections_;
-  std::vector<std::unique_ptr<Block>> blocks_;
-  std::size_t used_ = sizeof(ValuesHeader);  // bytes of the values
-  std::size_t own_bytes_ = 0;                // bytes of the process that blocks take besides
+  Blocks blocks_;
   Output decided_;                           // by the shard, and not carried out yet
   bool has_far_ = false;                     // there are workers on other hosts
   bool only_near_ = false;          // it has a backup on this host or was one, so it takes no workers of other hosts
   std::set<std::uint64_t> failed_;  // operations of this turn whose update failed
-  std::vector<std::byte> scratch_;
-  std::unique_ptr<Snapshot> snapshot_;           // the one under way
-  std::atomic<std::size_t> snapshot_bytes_ = 0;  // bytes of its copies that have not been taken
   Statistics statistics_;
   Nanoseconds looked_ = 0, missing_until_ = kForever;
   bool serves_ = true, frozen_ = false, is_heir_ = false;

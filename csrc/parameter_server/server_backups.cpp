@@ -84,11 +84,11 @@ void Server::tell(Connection& connection) {
   news.lane = static_cast<std::uint32_t>(connection.spec.lane);
   news.turn = backup != nullptr ? turn_ + 1 : turn_;
   news.number = backup != nullptr ? header().backup.load(std::memory_order_relaxed) : number_;
-  news.capacity = backup != nullptr ? backup->capacity : capacity_;
+  news.capacity = backup != nullptr ? backup->capacity : blocks_.capacity();
   (backup != nullptr ? backup->name : name_).copy(news.name, News::kText - 1);
   (backup != nullptr ? backup->address : address_).copy(news.address, News::kText - 1);
   const FileDescriptor mine = backup != nullptr ? FileDescriptor() : own_pidfd();
-  const int given[] = {backup != nullptr ? backup->values_fd.get() : values_fd_.get(),
+  const int given[] = {backup != nullptr ? backup->values_fd.get() : values(),
                        backup != nullptr ? backup->bell_fd.get() : bell_fd_.get(),
                        backup != nullptr ? backup->pidfd.get() : mine.get()};
   connection.untold = !send_message(connection.news.get(), &news, sizeof news, given);
@@ -135,13 +135,13 @@ bool Server::write_down(const Message& message, Nanoseconds elapsed) {
     record.worker = lose->worker;
   } else if (std::holds_alternative<Create>(message)) {
     record.kind = Record::Kind::create;
-    entry.bytes = written(blocks_.back()->spec);
+    entry.bytes = written(blocks_[blocks_.size() - 1].spec);
   }
   record.bytes = entry.bytes.size();
   if (!wait_for_room(sizeof record + entry.bytes.size())) return false;
   if (backup_ == nullptr) return true;
   backup_->write(std::move(entry));
-  const bool waits = request != nullptr && request->block < blocks_.size() && reads_push(request->block);
+  const bool waits = request != nullptr && blocks_.have(request->block) && reads_push(request->block);
   if (waits || backup_->room() < Journal::kBytes / 4 * 3) backup_->ring();
   pass(Step::journalled);
   return true;
@@ -191,7 +191,7 @@ void Server::follow(const PartnerSpec& server) {
 
 void Server::follow(std::unique_ptr<Partner> partner) {
   order([&] {
-    if (!connections_.empty() || !blocks_.empty())
+    if (!connections_.empty() || blocks_.size() > 0)
       throw Error(ErrorKind::invalid_argument, "this server has workers or blocks already: it can be no backup now");
     followed_ = std::move(partner);
     name_ = followed_->name, address_ = followed_->address;
@@ -332,7 +332,7 @@ void Server::repeat(Entry& entry) {
       return repeat_lose(record.worker, record.elapsed);
     case Record::Kind::create: {
       const auto spec = parameter_server::read<BlockSpec>(entry.bytes);
-      make_block(spec);
+      blocks_.make(spec);
       return decide(Create{spec.mode, spec.width > 0}, record.elapsed);
     }
     case Record::Kind::tick:
@@ -375,12 +375,12 @@ void Server::repeat_lose(WorkerId worker, Nanoseconds elapsed) {
 // the content will include them.
 void Server::keep_decided() {
   for (Operation& each : decided_.operations) {
-    if (!blocks_[each.block]->spec.two_states) continue;
+    if (!blocks_[each.block].spec.two_states) continue;
     kept_[each.block].push_back(std::move(each));
     pass(Step::carried_out);
   }
   std::erase_if(decided_.operations, [this](const auto& each) {
-    const Block& block = *blocks_[each.block];
+    const Block& block = blocks_[each.block];
     statistics_.updates += block.is_missing && each.version > 0 && !each.changes;
     return block.spec.two_states || (block.is_missing && !each.changes);
   });
@@ -389,10 +389,10 @@ void Server::keep_decided() {
 // Drops kept operations that the server has published.
 void Server::drop_published() {
   for (auto& [block, operations] : kept_) {
-    const std::uint64_t published = words_of_server(*blocks_[block]).published.load(std::memory_order_acquire);
+    const std::uint64_t published = words_of_server(blocks_[block]).published.load(std::memory_order_acquire);
     for (; !operations.empty() && operations.front().version < published; operations.pop_front()) {
       if (operations.front().changes)
-        blocks_[block]->change(operations.front().contributions[0]);
+        blocks_[block].change(operations.front().contributions[0]);
       else
         statistics_.updates += operations.front().version > 0;
     }
@@ -401,8 +401,7 @@ void Server::drop_published() {
 }
 
 const BlockWords& Server::words_of_server(const Block& block) const {
-  const auto offset = static_cast<std::size_t>(block.place() - values_->at());
-  return *reinterpret_cast<const BlockWords*>(followed_->values() + offset);
+  return *reinterpret_cast<const BlockWords*>(followed_->values() + blocks_.offset(block));
 }
 
 // Called when the server has ended. Copies its blocks as they were published, and schedules the updates that were not

@@ -10,7 +10,7 @@ namespace ringreduce::parameter_server {
 std::vector<WorkerId> Server::awaited(BlockId block) {
   std::vector<WorkerId> found;
   order([&] {
-    if (block >= blocks_.size()) return;
+    if (!blocks_.have(block)) return;
     const Mode& mode = shard_.mode(block);
     if (mode.consistency == Consistency::sync) found = shard_.awaited(block);
     if (mode.consistency == Consistency::ssp) found = shard_.slowest(mode.group);
@@ -33,7 +33,7 @@ std::map<WorkerId, std::pair<std::string, std::string>> Server::workers() {
 }
 
 std::string Server::failure(BlockId block) {
-  return order([&] { return block < blocks_.size() ? blocks_[block]->failure : std::string(); });
+  return order([&] { return blocks_.have(block) ? blocks_[block].failure : std::string(); });
 }
 
 Server::Statistics Server::statistics() {
@@ -41,11 +41,11 @@ Server::Statistics Server::statistics() {
   order([&] {
     now = statistics_;
     now.blocks = blocks_.size();
-    now.memory = used_ + own_bytes_;
-    now.capacity = capacity_;
+    now.memory = blocks_.memory();
+    now.capacity = blocks_.capacity();
     now.waiting = shard_.waiting();
     now.clocks = shard_.clocks();
-    now.saving = snapshot_ != nullptr;
+    now.saving = blocks_.are_saved();
     if (backup_ != nullptr && backup_->counts() && backup_->is_there()) {
       now.backup = backup_->name;
       now.lag = backup_->written() - backup_->carried_out();
@@ -76,16 +76,31 @@ bool Server::has_ended() { return header().ended.load(std::memory_order_seq_cst)
 std::vector<std::tuple<std::string, BlockId, std::size_t>> Server::notes() {
   return order([&] {
     std::vector<std::tuple<std::string, BlockId, std::size_t>> found;
-    for (BlockId id = 0; id < blocks_.size(); ++id) {
-      const std::byte* const at = blocks_[id]->place();
-      found.emplace_back(blocks_[id]->spec.note, id, at == nullptr ? 0 : static_cast<std::size_t>(at - values_->at()));
-    }
+    for (BlockId id = 0; id < blocks_.size(); ++id)
+      found.emplace_back(blocks_[id].spec.note, id, blocks_.offset(blocks_[id]));
     return found;
   });
 }
 
 std::vector<WorkerId> Server::missing() {
   return order([&] { return serves_ && missing_until_ != kForever ? without_connection() : std::vector<WorkerId>(); });
+}
+
+// ---- Snapshots ----------------------------------------------------------------------------------------------------
+
+std::vector<Snapshot::Entry> Server::begin_snapshot() {
+  return order([&] {
+    carry_out();  // brings the values in line with the versions of the shard
+    return blocks_.begin_snapshot(shard_);
+  });
+}
+
+std::optional<Snapshot::Piece> Server::next_piece() {
+  return order([&] { return blocks_.next_piece(); });
+}
+
+void Server::end_snapshot() {
+  order([&] { blocks_.end_snapshot(); });
 }
 
 // ---- For tests ----------------------------------------------------------------------------------------------------

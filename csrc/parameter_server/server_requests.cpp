@@ -67,7 +67,7 @@ Request Server::request_of(WorkerId worker, const RequestSlot& slot, std::shared
   request.pulled = slot.pulled;
   request.weight = slot.weight;
   if (slot.kind == RequestKind::initialise || slot.kind == RequestKind::push || slot.kind == RequestKind::restore) {
-    const bool is_dense = slot.block < blocks_.size() && !blocks_[slot.block]->is_table();
+    const bool is_dense = blocks_.have(slot.block) && !blocks_[slot.block].is_table();
     const bool has_none = slot.kind == RequestKind::push && slot.bytes == 0 && is_dense;
     if (!has_none) request.payload = std::move(payload);
     if (request.payload == nullptr && !has_none)
@@ -85,16 +85,16 @@ std::shared_ptr<const Payload> Server::payload_of(const Connection& connection, 
       slot.kind == RequestKind::initialise || slot.kind == RequestKind::push || slot.kind == RequestKind::restore;
   const auto& window = connection.window;
   const std::size_t room = window->memory.bytes() - window->data_begin;
-  if (!pushes || slot.block >= blocks_.size() || slot.bytes > room || slot.offset > room - slot.bytes) return nullptr;
-  if (!blocks_[slot.block]->fits(slot)) return nullptr;
+  if (!pushes || !blocks_.have(slot.block) || slot.bytes > room || slot.offset > room - slot.bytes) return nullptr;
+  if (!blocks_[slot.block].fits(slot)) return nullptr;
   return std::make_shared<Lent>(window, window->data_begin + slot.offset, static_cast<std::size_t>(slot.bytes));
 }
 
 // Remembers a pull whose reply brings values. A pull with invalid fields is answered without a value.
 void Server::keep_pull(Connection& connection, const RequestSlot& slot) {
-  if (slot.block >= blocks_.size() || connection.pulls.size() >= kMostOutstanding) return;
+  if (!blocks_.have(slot.block) || connection.pulls.size() >= kMostOutstanding) return;
   Pull pull{slot.block};
-  const Block& block = *blocks_[slot.block];
+  const Block& block = blocks_[slot.block];
   if (block.is_table()) {
     const std::size_t room = connection.window->memory.bytes() - connection.window->data_begin;
     if (slot.offset > room || slot.offset % sizeof(std::int64_t) != 0 || slot.bytes % sizeof(std::int64_t) != 0) return;

@@ -108,10 +108,6 @@ void visit(Archive& archive, WorkerSpec& spec) {
   archive(spec.id, spec.group, spec.window_bytes, spec.servers, spec.lane, spec.name);
 }
 
-void visit(Archive& archive, BlockSpec& spec) {
-  archive(spec.dtype, spec.count, spec.mode, spec.rule, spec.width, spec.first, spec.note, spec.two_states);
-}
-
 // ---- The parts of a state -----------------------------------------------------------------------------------------
 
 // Only on one host: workers connect to a backup that is reached by TCP themselves.
@@ -144,27 +140,10 @@ void Server::visit_connections(StateArchive& archive) {
     archive.windows.push_back(std::make_shared<Window>(std::move(*given), memory_bytes(given->get()), 0));
 }
 
-void Server::visit_blocks(Archive& archive) {
-  const std::size_t count = visit_size(archive, blocks_.size());
-  for (BlockId id = 0; id < count; ++id) {
-    if (archive.reads()) {
-      BlockSpec spec;
-      archive(spec);
-      make_block(spec);
-    } else {
-      archive(blocks_[id]->spec);
-    }
-    Block& block = *blocks_[id];
-    archive(block.steps, block.failure);
-    block.is_missing = archive.reads() && !block.spec.two_states;
-    block.lacks_rows = block.is_missing && block.is_table();
-  }
-}
-
 void Server::visit(StateArchive& archive) {
   visit_connections(archive);
   shard_.visit(archive);
-  visit_blocks(archive);
+  blocks_.visit(archive);
   archive(statistics_.requests, statistics_.updates, statistics_.bytes);
 }
 
@@ -182,8 +161,8 @@ void Server::give_state(Partner& to) {
 }
 
 void Server::begin_to_give() {
-  backup_->next = 0, backup_->end = static_cast<BlockId>(blocks_.size()), backup_->piece = 0;
-  while (backup_->next < backup_->end && blocks_[backup_->next]->spec.two_states) ++backup_->next;
+  backup_->next = 0, backup_->end = blocks_.size(), backup_->piece = 0;
+  while (backup_->next < backup_->end && blocks_[backup_->next].spec.two_states) ++backup_->next;
   if (backup_->next == backup_->end) return have_given_all();
   // An earlier backup gets no more records, so it counts no longer.
   if (!backup_->far()) header().backup.store(0, std::memory_order_seq_cst);
@@ -207,18 +186,18 @@ bool Server::give_blocks(bool moved) {
   to.gave = t;
   to.under_way.push_back(to.written());
   pass(Step::gives);
-  if (++to.piece < blocks_[to.next]->pieces()) return true;
+  if (++to.piece < blocks_[to.next].pieces()) return true;
   to.piece = 0;
   do {
     ++to.next;
-  } while (to.next < to.end && blocks_[to.next]->spec.two_states);
+  } while (to.next < to.end && blocks_[to.next].spec.two_states);
   if (to.next == to.end) have_given_all();
   return true;
 }
 
 // Returns false if the socket to the backup is full; then it is tried again.
 bool Server::give_piece(BlockId id, std::size_t piece) {
-  Block& block = *blocks_[id];
+  Block& block = blocks_[id];
   Record record;
   record.kind = Record::Kind::block;
   record.slot.block = id;
@@ -242,7 +221,7 @@ void Server::have_given_all() {
 // Whether the backup carries out updates of this block when it reads them, and so needs the pushed data until then.
 // Only matters on one host: by TCP pushed data is sent with every record.
 bool Server::reads_push(BlockId id) const {
-  if (blocks_[id]->spec.two_states || backup_ == nullptr || backup_->far()) return !blocks_[id]->spec.two_states;
+  if (blocks_[id].spec.two_states || backup_ == nullptr || backup_->far()) return !blocks_[id].spec.two_states;
   return id >= backup_->end || id < backup_->next || (id == backup_->next && backup_->piece > 0);
 }
 
@@ -258,13 +237,8 @@ void Server::take_state(Entry& entry) {
 }
 
 void Server::take_block(const Entry& entry) {
-  Block& block = *blocks_[entry.record.slot.block];
-  const std::size_t before = block.own_bytes();
   StateArchive content(true, entry.content());
-  block.visit(content, entry.record.slot.offset);
-  own_bytes_ += block.own_bytes() - before;
-  block.is_missing = false;
-  block.lacks_rows = entry.record.slot.round != 0;
+  blocks_.take(entry.record.slot.block, entry.record.slot.offset, content, entry.record.slot.round != 0);
   pass(Step::takes);
 }
 

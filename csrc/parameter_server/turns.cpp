@@ -25,7 +25,7 @@ void Server::run() {
     Nanoseconds most = kLookEvery;
     if (const std::unique_lock turning(turning_, std::try_to_lock); turning.owns_lock()) {
       begin_turns();
-      const bool is_awaited = followed_ == nullptr || followed_->far() || own_bytes_ > 0;
+      const bool is_awaited = followed_ == nullptr || followed_->far() || blocks_.have_own_bytes();
       const int most_idle = is_awaited ? kLooks + kYields : 1;
       for (int idle = 0; idle < most_idle && !stopping_;) {
         if (turn(true)) {
@@ -96,7 +96,7 @@ bool Server::serve(bool may_call_python) {
   if (due_in() == 0) decide(Tick{});
   moved |= !decided_.operations.empty() || !decided_.replies.empty();
   left_for_thread_ = !may_call_python && std::any_of(decided_.operations.begin(), decided_.operations.end(),
-                                                     [this](const auto& each) { return by_python(each); });
+                                                     [this](const auto& each) { return blocks_.by_python(each); });
   if (!left_for_thread_) carry_out();
   moved |= release_held();
   moved |= give_blocks(moved);
