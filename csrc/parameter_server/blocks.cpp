@@ -79,8 +79,7 @@ void Blocks::take(BlockId id, std::size_t piece, Archive& content, bool more_fol
 }
 
 std::vector<Snapshot::Entry> Blocks::begin_snapshot(const Shard& shard) {
-  if (snapshot_ != nullptr)
-    throw Error(ErrorKind::invalid_argument, "a snapshot of this server is under way already");
+  if (snapshot_ != nullptr) throw Error(ErrorKind::invalid_argument, "a snapshot of this server is under way already");
   snapshot_ = std::make_unique<Snapshot>();
   for (BlockId id = 0; id < size(); ++id) {
     Block& block = *blocks_[id];

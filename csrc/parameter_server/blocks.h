@@ -1,5 +1,5 @@
-// The blocks of a server, and the memory that holds them: the server's values, which workers on its host map, and memory
-// of the process. For one thread at a time.
+// The blocks of a server, and the memory that holds them: the server's values, which workers on its host map, and
+// memory of the process. For one thread at a time.
 #pragma once
 
 #include <atomic>

@@ -23,21 +23,6 @@ namespace ringreduce::parameter_server {
 // The server goes on without a backup that has done nothing for this long.
 inline constexpr Nanoseconds kBackupStands = 5 * kSecond;
 
-// Serialises a specification for the journal and for the state of a server, without its descriptors.
-void visit(Archive& archive, WorkerSpec& spec);
-
-// The data of a push, in the worker's window or, at a backup that is reached by TCP, in memory of its own.
-struct Server::Lent final : Data {
-  Lent(std::shared_ptr<Window> its, std::size_t offset, std::size_t bytes)
-      : Data(bytes), window(std::move(its)), offset(offset), memory(window, window->memory.at(offset)) {}
-  Lent(std::shared_ptr<std::byte[]> memory, std::size_t bytes) : Data(bytes), memory(std::move(memory)) {}
-  const std::byte* at() const override { return memory.get(); }
-
-  const std::shared_ptr<Window> window;  // nullptr: the data is in memory of its own
-  const std::size_t offset = 0;          // in the window
-  const std::shared_ptr<std::byte[]> memory;
-};
-
 // What a server and its backup see of each other: the log, whether the other one has ended, and how to wake it.
 struct Server::Partner {
   Partner() = default;

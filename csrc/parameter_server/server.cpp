@@ -16,7 +16,6 @@
 namespace ringreduce::parameter_server {
 namespace {
 
-constexpr std::size_t kCopies = 8 * 1024 * 1024;  // most bytes of values on their way to one worker
 // create() fails when the backup has not confirmed the block for this long.
 constexpr Nanoseconds kBackupSilent = 30 * kSecond;
 
@@ -69,48 +68,29 @@ bool Server::serve_orders() {
   return true;
 }
 
-Server::Connection Server::connection_of(WorkerSpec spec) {
-  Connection connection;
-  connection.pidfd = FileDescriptor(spec.pidfd);
-  connection.news = FileDescriptor(spec.news);
-  connection.window = std::make_shared<Window>(FileDescriptor(spec.window), spec.window_bytes, spec.servers);
-  if (spec.lane >= spec.servers || spec.servers > 65536 || spec.window_bytes < lanes_bytes(spec.servers))
-    throw Error(ErrorKind::invalid_argument, "a window of " + std::to_string(spec.window_bytes) +
-                                                 " bytes has no lane " + std::to_string(spec.lane) + " of " +
-                                                 std::to_string(spec.servers));
-  connection.lane = &connection.window->lane(spec.lane);
-  connection.spec = std::move(spec);
-  return connection;
-}
-
 void Server::join(const WorkerSpec& spec) {
-  Connection connection = connection_of(spec);
+  auto made = std::make_unique<NearPort>(spec);
   order([&] {
-    const WorkerId id = connection.spec.id;
     if (!serves_) throw Error(ErrorKind::invalid_argument, "this server is a backup, and has not taken over");
     if (frozen_) throw Error(ErrorKind::aborted, "this server leaves");
-    if (const auto found = connections_.find(id); found != connections_.end()) {
+    if (const Port* const known = find(ports_, spec.id)) {
       // The same worker may have joined the server that this was the backup of, and got no answer before that one
       // ended.
-      if (found->second.lane != nullptr &&
-          same_file(found->second.window->memory_fd.get(), connection.window->memory_fd.get()))
-        return;
-      throw Error(ErrorKind::invalid_argument, "there is a worker " + std::to_string(id) + " already");
+      if (!known->far() && same_file(known->window->memory_fd.get(), made->window->memory_fd.get())) return;
+      throw Error(ErrorKind::invalid_argument, "there is a worker " + std::to_string(spec.id) + " already");
     }
-    give_worker(connection);
-    Connection& known = connections_.emplace(id, std::move(connection)).first->second;
-    decide(Join{id, known.spec.group});
-    tell(known);
+    give_worker(*made);
+    Port& port = *ports_.emplace(spec.id, std::move(made)).first->second;
+    decide(Join{spec.id, spec.group});
+    tell(port);
   });
 }
 
 void Server::join_far(WorkerId id, const std::string& group, std::size_t window, const std::string& name) {
   const std::size_t bytes = lanes_bytes(0) + window;
-  Connection connection;
-  connection.window = std::make_shared<Window>(make_memory("ringreduce far window", bytes), bytes, 0);
-  connection.spec = {id, group, connection.window->memory_fd.get(), bytes, 0, 0, -1, -1, name};
+  const auto memory = std::make_shared<Window>(make_memory("ringreduce far window", bytes), bytes, 0);
   order([&] {
-    if (connections_.count(id) > 0)
+    if (find(ports_, id) != nullptr)
       throw Error(ErrorKind::invalid_argument, "there is a worker " + std::to_string(id) + " already");
     if (only_near_)
       throw Error(ErrorKind::invalid_argument, "this server has a backup, or was one: its workers are on its host");
@@ -118,9 +98,10 @@ void Server::join_far(WorkerId id, const std::string& group, std::size_t window,
     if (shard_.gave_up(id))
       throw Error(ErrorKind::invalid_argument,
                   "worker " + std::to_string(id) + " was out of reach, and has been given up");
-    connection.known = shard_.knows(id);
-    wire_->admit(id, connection.window, connection.window->memory.at(connection.window->data_begin), window);
-    connections_.emplace(id, std::move(connection));
+    WorkerSpec spec;
+    spec.id = id, spec.group = group, spec.name = name;
+    const auto& port = ports_[id] = std::make_unique<FarPort>(std::move(spec), memory, *wire_);
+    port->known = shard_.knows(id);
     if (serves_) decide(Join{id, group});
     if (!std::exchange(has_far_, true)) wire_->connections().take_over();  // as begin_turns() has not
   });
@@ -132,9 +113,9 @@ void Server::connect(WorkerId id, int socket, std::string path) {
 
 void Server::lose(WorkerId worker) {
   order([&] {
-    const auto found = connections_.find(worker);
-    if (found == connections_.end()) return;
-    found->second.gone = true;
+    Port* const port = find(ports_, worker);
+    if (port == nullptr) return;
+    port->gone = true;
     if (serves_ || followed_ == nullptr) forget_gone();  // to a backup, the journal may bring more requests of it
   });
 }
@@ -191,7 +172,7 @@ void Server::say_ended() {
     (*partner)->ring();
     (*partner)->end_turns();
   }
-  for (auto& [worker, connection] : connections_) connection.window->bell().ring();
+  ring(ports_);
   if (has_far_) wire_->connections().hand_over(true);
   {
     const std::lock_guard lock(mutex_);
@@ -279,17 +260,12 @@ void Server::carry_out(Output output) {
         if (blocks_.by_python(operation)) carry_out(operation), finish(operation);
     });
   for (const auto& [index, reply] : waiting) answer(*reply);
-  ring_answered();
+  send_replies();
 }
 
-void Server::ring_answered() {
-  for (auto& [worker, connection] : connections_) {
-    if (!std::exchange(connection.answered, false)) continue;
-    if (connection.lane == nullptr)
-      send_to(connection);
-    else
-      connection.window->bell().ring();
-  }
+void Server::send_replies() {
+  for (const auto& [worker, port] : ports_)
+    if (!port->send(blocks_)) end(*port);
 }
 
 void Server::carry_out(const Operation& operation) {
@@ -310,88 +286,16 @@ void Server::carry_out(const Operation& operation) {
 // Sends a reply, or holds it until the backup has carried out the journal. With `waits_for_backup`, the backup reads
 // the pushed data too, and the worker may overwrite that after the reply.
 void Server::answer(const Reply& reply, bool waits_for_backup) {
-  const auto found = connections_.find(reply.worker);
-  if (found == connections_.end() || !found->second.alive) return;
-  Connection& to = found->second;
+  Port* const to = find(ports_, reply.worker);
+  if (to == nullptr || !to->alive) return;
   const bool changes = reply.outcome == Outcome::applied || reply.outcome == Outcome::initialised;
   const bool failed = changes && failed_.count(reply.after) > 0;
   const ReplySlot slot{reply.number, reply.version, failed ? Outcome::failed : reply.outcome, 0};
-  const auto pull = to.pulls.extract(reply.number);
-  const bool comes = !pull.empty() && reply.outcome == Outcome::ready;
-  // Before a worker has turned to this server, no replies go to it. It will repeat its requests here, and until then
-  // its data may be on the way a second time.
-  if (to.lane != nullptr ? !to.attached : turn_ > 0 && to.asked.erase(reply.number) == 0) return;
-  // Rows are copied now, before later updates change them.
-  if (comes && blocks_[pull.mapped().block].is_table()) {
-    const auto& [block, offset, rows, packing] = pull.mapped();
-    std::byte* const ids = to.window->memory.at(offset);
-    blocks_[block].read(ids, rows, ids + rows * sizeof(std::int64_t));
-  }
-  to.answered = true;
-  if (to.lane == nullptr && comes)
-    to.values.emplace_back(pull.mapped(), slot);
-  else if (backup_ != nullptr && waits_for_backup && slot.outcome != Outcome::ready && slot.outcome != Outcome::done)
+  if (!to->prepare(slot, blocks_, turn_)) return;
+  if (backup_ != nullptr && waits_for_backup && slot.outcome != Outcome::ready && slot.outcome != Outcome::done)
     hold(reply.worker, slot);
   else
-    put_reply(to, slot), pass(Step::answered);
-}
-
-void Server::put_reply(Connection& connection, const ReplySlot& slot) {
-  connection.answered = true;
-  if (connection.lane == nullptr) return connection.replies.push_back(slot);
-  const std::uint64_t index = connection.lane->answered.load(std::memory_order_relaxed);
-  connection.lane->replies[index % kMostOutstanding] = slot;
-  connection.lane->answered.store(index + 1, std::memory_order_release);
-}
-
-// ---- To other hosts -----------------------------------------------------------------------------------------------
-
-// Sends all waiting replies, and values up to the limit of kCopies.
-void Server::send_to(Connection& connection) {
-  std::size_t under_way = 0;
-  std::erase_if(connection.copies, [&](const auto& copy) {
-    under_way += copy.first.expired() ? 0 : copy.second;
-    return copy.first.expired();
-  });
-  while (!connection.values.empty() && connection.alive) {
-    auto [pull, reply] = connection.values.front();
-    const std::size_t bytes = blocks_[pull.block].value_bytes(pull.count), sent = wire_bytes(pull.packing, bytes);
-    if (under_way > 0 && under_way + sent > kCopies) break;
-    connection.values.pop_front();
-    under_way += sent;
-    const auto value = value_for(connection, pull, reply);
-    connection.copies.emplace_back(value, sent);
-    for (std::size_t begin = 0; begin < bytes; begin += kFragment) {
-      const std::size_t some = std::min(kFragment, bytes - begin);
-      const FrameHeader header = packed(
-          {.kind = WireKind::value, .bytes = static_cast<std::uint32_t>(some), .seq = begin, .tag = reply.number},
-          pull.packing);
-      wire_->connections().send(static_cast<int>(connection.spec.id),
-                                {header, value.get() + wire_bytes(pull.packing, begin), value});
-    }
-    connection.replies.push_back(reply);
-  }
-  for (std::size_t begin = 0; begin < connection.replies.size(); begin += kMostOutstanding) {
-    const std::size_t count = std::min<std::size_t>(kMostOutstanding, connection.replies.size() - begin);
-    Frame frame = frame_of(WireKind::replies, std::as_bytes(std::span(connection.replies).subspan(begin, count)));
-    connection.copies.emplace_back(frame.own, 0);
-    wire_->connections().send(static_cast<int>(connection.spec.id), std::move(frame));
-  }
-  connection.replies.clear();
-  // A worker that keeps to kMostOutstanding never has more than this, so one that does not is given up.
-  if (connection.alive && std::max(connection.copies.size(), connection.values.size()) > 2 * kMostOutstanding)
-    end(connection);
-}
-
-// Returns the value to send: a copy of a block as it is now, or the rows in this server's copy of the worker's window.
-std::shared_ptr<std::byte[]> Server::value_for(const Connection& connection, const Pull& pull, ReplySlot& reply) {
-  if (blocks_[pull.block].is_table())
-    return {connection.window->memory.at(pull.offset + pull.count * sizeof(std::int64_t)),
-            [window = connection.window](const std::byte*) {}};
-  const std::size_t bytes = blocks_[pull.block].value_bytes(0);
-  auto copy = std::make_shared_for_overwrite<std::byte[]>(bytes);
-  reply.version = blocks_[pull.block].read(nullptr, 0, copy.get());
-  return pull.packing == Packing::none ? copy : pack_for_wire(pull.packing, copy.get(), bytes);
+    to->put(slot), pass(Step::answered);
 }
 
 }  // namespace ringreduce::parameter_server

@@ -1,9 +1,7 @@
 // A server: a shard, the values of its blocks, and the thread that serves them to workers.
 //
 // A turn takes requests from the windows and from connections to other hosts, passes them to the shard, carries out the
-// resulting operations and sends the replies. A value for a worker on another host is sent from a copy, since a slow
-// connection would otherwise delay the second update after it, which overwrites the buffer. The size of the copies per
-// worker is bounded.
+// resulting operations and sends the replies.
 //
 // One thread at a time takes turns, and has the server for itself, so there are no locks inside. This is the server's
 // thread or, while it waits, a worker's thread of the same process: then no other thread has to wake up between a
@@ -28,25 +26,10 @@
 
 #include "core/descriptors.h"
 #include "core/fork.h"
-#include "parameter_server/blocks.h"
 #include "parameter_server/journal.h"
-#include "parameter_server/shared.h"
-#include "parameter_server/wire.h"
+#include "parameter_server/port.h"
 
 namespace ringreduce::parameter_server {
-
-// What a worker on this host tells a server about itself. The server takes over the descriptors.
-struct WorkerSpec {
-  WorkerId id = 0;
-  std::string group;
-  int window = -1;  // memfd
-  std::size_t window_bytes = 0;
-  std::size_t servers = 0;  // lanes in the window
-  std::size_t lane = 0;     // this server's
-  int pidfd = -1;
-  int news = -1;     // a socket on which the server sends News; closed by the worker when it has left
-  std::string name;  // for messages: "node7, pid 4711"
-};
 
 // What a server and its backup on the same host tell each other; the receiver takes over the descriptors. Each of the
 // two is the other's partner.
@@ -215,7 +198,6 @@ class Server {
   };
 
  private:
-  struct Lent;
   struct Partner;
   struct NearPartner;
   struct FarPartner;
@@ -226,33 +208,6 @@ class Server {
     WorkerId worker;
     ReplySlot reply;
   };
-  // A pull whose reply brings values. For a table, the window has `count` ids at `offset`, and room for the rows after
-  // them.
-  struct Pull {
-    BlockId block;
-    std::size_t offset = 0, count = 0;
-    Packing packing = Packing::none;
-  };
-  // A worker, on this or on another host.
-  struct Connection {
-    WorkerSpec spec;
-    std::shared_ptr<Window> window;  // its window, or this server's copy of it if the worker is on another host
-    Lane* lane = nullptr;            // nullptr: the worker is on another host
-    FileDescriptor pidfd, news;
-    std::uint64_t taken = 0;              // requests taken from the lane
-    bool alive = true, answered = false;  // answered: it must be woken, or sent its replies
-    bool attached = false;                // the worker has set its lane to this server's turn
-    bool untold = false;                  // the latest News could not be sent to it yet
-    bool gone = false;                    // its connections have closed
-    std::map<std::uint64_t, Pull> pulls;  // unanswered pulls of tables and from another host, by request number
-    bool known = false;                   // at a backup reached by TCP: the journal has named this worker
-    // For a worker on another host:
-    std::set<std::uint64_t> asked;                  // unanswered requests to this server, if it was a backup before
-    std::vector<ReplySlot> replies;                 // to be sent
-    std::deque<std::pair<Pull, ReplySlot>> values;  // to be copied and sent
-    std::deque<std::pair<std::weak_ptr<std::byte[]>, std::size_t>> copies;  // being sent, with their sizes in bytes
-  };
-  static Connection connection_of(WorkerSpec spec);
   void run();
   void begin_turns();
   std::uint32_t end_turns();
@@ -261,25 +216,20 @@ class Server {
   void say_ended();
   bool serve_orders();
   bool take_requests();
-  bool take_request(Connection& connection);
+  bool take_request(Port& port);
   bool take_frames();
-  void take(Connection& connection, const RequestSlot& slot);
-  void send_to(Connection& connection);
-  std::shared_ptr<std::byte[]> value_for(const Connection& connection, const Pull& pull, ReplySlot& reply);
-  void end(Connection& connection);
+  void take(Port& port, const RequestSlot& slot);
+  void end(Port& port);
   void forget_gone();
   void look_for_ended();
   Request request_of(WorkerId worker, const RequestSlot& slot, std::shared_ptr<const Payload> payload);
-  std::shared_ptr<const Payload> payload_of(const Connection& connection, const RequestSlot& slot) const;
   void decide(const Message& message);
   void decide(const Message& message, Nanoseconds elapsed);
   void carry_out();
   void carry_out(Output output);
-  void keep_pull(Connection& connection, const RequestSlot& slot);
   void carry_out(const Operation& operation);
   void answer(const Reply& reply, bool waits_for_backup = true);
-  static void put_reply(Connection& connection, const ReplySlot& slot);
-  void ring_answered();
+  void send_replies();
   ValuesHeader& header() const { return blocks_.header(); }
   Nanoseconds due_in() const;
   bool may_take() const;
@@ -309,8 +259,8 @@ class Server {
   bool reads_push(BlockId id) const;
   void visit(StateArchive& archive);
   void visit_connections(StateArchive& archive);
-  void give_worker(const Connection& connection);
-  void tell(Connection& connection);
+  void give_worker(const Port& port);
+  void tell(Port& port);
   void check_native() const;
   void drop_backup();
   void repeat(Entry& entry);
@@ -346,10 +296,10 @@ class Server {
   std::atomic<bool> left_for_thread_ = false;  // operations wait for the server's thread, since they need Python
   Shard shard_;
   Nanoseconds stepped_ = ringreduce::now();  // when the shard got its latest message
-  std::map<WorkerId, Connection> connections_;
+  Ports ports_;
   Blocks blocks_;
-  Output decided_;                           // by the shard, and not carried out yet
-  bool has_far_ = false;                     // there are workers on other hosts
+  Output decided_;                  // by the shard, and not carried out yet
+  bool has_far_ = false;            // there are workers on other hosts
   bool only_near_ = false;          // it has a backup on this host or was one, so it takes no workers of other hosts
   std::set<std::uint64_t> failed_;  // operations of this turn whose update failed
   Statistics statistics_;

@@ -39,8 +39,8 @@ void Server::lead(std::unique_ptr<Partner> partner) {
     if (backup_ != nullptr && (backup_->far() || partner->far()))
       throw Error(ErrorKind::invalid_argument, "this server has a backup already: it can have no other one");
     check_native();
-    for (const auto& [worker, connection] : connections_)
-      if (!partner->far() && (connection.lane == nullptr || connection.news.get() < 0))
+    for (const auto& [worker, port] : ports_)
+      if (!partner->far() && port->descriptors()[2] < 0)
         throw Error(ErrorKind::invalid_argument, "a server with workers of other hosts can have no backup yet");
     carry_out();  // includes operations that were kept back for an earlier backup
     give_state(*partner);
@@ -67,21 +67,19 @@ void Server::drop_backup() {
 }
 
 // Gives the backup a worker's descriptors. Called before the journal names the worker.
-void Server::give_worker(const Connection& connection) {
+void Server::give_worker(const Port& port) {
   if (backup_ == nullptr || backup_->ended()) return;
-  if (!backup_->send(std::array{connection.spec.window, connection.pidfd.get(), connection.news.get()}) &&
-      !backup_->ended())
+  if (!backup_->send(port.descriptors()) && !backup_->ended())
     throw Error(ErrorKind::system,
                 std::string("the server's backup was not told of a worker that joins: ") + why_not_sent());
 }
 
 // Sends News to a worker: about the backup that counts, or about this server if it was a backup and has taken over.
-void Server::tell(Connection& connection) {
-  connection.untold = false;
+void Server::tell(Port& port) {
+  port.untold = false;
   const Partner* const backup = backup_ != nullptr && !backup_->far() && backup_->counts() ? backup_.get() : nullptr;
-  if (connection.news.get() < 0 || (backup == nullptr && (turn_ == 0 || !only_near_))) return;
+  if (backup == nullptr && (turn_ == 0 || !only_near_)) return;
   News news{};
-  news.lane = static_cast<std::uint32_t>(connection.spec.lane);
   news.turn = backup != nullptr ? turn_ + 1 : turn_;
   news.number = backup != nullptr ? header().backup.load(std::memory_order_relaxed) : number_;
   news.capacity = backup != nullptr ? backup->capacity : blocks_.capacity();
@@ -91,7 +89,7 @@ void Server::tell(Connection& connection) {
   const int given[] = {backup != nullptr ? backup->values_fd.get() : values(),
                        backup != nullptr ? backup->bell_fd.get() : bell_fd_.get(),
                        backup != nullptr ? backup->pidfd.get() : mine.get()};
-  connection.untold = !send_message(connection.news.get(), &news, sizeof news, given);
+  port.tell(news, given);
 }
 
 // Requests wait while the backup is too far behind or out of reach.
@@ -129,7 +127,7 @@ bool Server::write_down(const Message& message, Nanoseconds elapsed) {
     record.kind = Record::Kind::join;
     record.worker = join->worker;
     record.descriptors = backup_->far() ? 0 : 3;
-    entry.bytes = written(connections_.at(join->worker).spec);
+    entry.bytes = written(ports_.at(join->worker)->spec);
   } else if (const auto* lose = std::get_if<Lose>(&message)) {
     record.kind = Record::Kind::lose;
     record.worker = lose->worker;
@@ -173,13 +171,13 @@ bool Server::release_held() {
   const std::uint64_t until = backup_ == nullptr ? UINT64_MAX : backup_->carried_out();
   bool moved = false;
   for (; !held_.empty() && held_.front().after <= until; held_.pop_front()) {
-    const auto found = connections_.find(held_.front().worker);
-    if (found == connections_.end() || !found->second.alive) continue;
-    put_reply(found->second, held_.front().reply);
+    Port* const port = find(ports_, held_.front().worker);
+    if (port == nullptr || !port->alive) continue;
+    port->put(held_.front().reply);
     pass(Step::answered);
     moved = true;
   }
-  if (moved) ring_answered();
+  if (moved) send_replies();
   return moved;
 }
 
@@ -191,7 +189,7 @@ void Server::follow(const PartnerSpec& server) {
 
 void Server::follow(std::unique_ptr<Partner> partner) {
   order([&] {
-    if (!connections_.empty() || blocks_.size() > 0)
+    if (!ports_.empty() || blocks_.size() > 0)
       throw Error(ErrorKind::invalid_argument, "this server has workers or blocks already: it can be no backup now");
     followed_ = std::move(partner);
     name_ = followed_->name, address_ = followed_->address;
@@ -320,9 +318,9 @@ void Server::repeat(Entry& entry) {
         if (record.slot.block != UINT32_MAX)
           pushed = std::make_shared<Lent>(std::move(entry.data), static_cast<std::size_t>(record.slot.bytes));
       } else {
-        const auto found = connections_.find(record.worker);
-        if (found == connections_.end()) throw Error(ErrorKind::mismatch, "a worker is unknown to the backup");
-        pushed = payload_of(found->second, record.slot);
+        const Port* const port = find(ports_, record.worker);
+        if (port == nullptr) throw Error(ErrorKind::mismatch, "a worker is unknown to the backup");
+        pushed = port->payload_of(record.slot, blocks_);
       }
       return decide(request_of(record.worker, record.slot, std::move(pushed)), record.elapsed);
     }
@@ -352,22 +350,22 @@ void Server::repeat_join(Entry& entry) {
   auto spec = parameter_server::read<WorkerSpec>(entry.bytes);
   const Join join{spec.id, spec.group};
   if (followed_->far()) {
-    if (const auto found = connections_.find(join.worker); found != connections_.end()) found->second.known = true;
+    if (Port* const port = find(ports_, join.worker)) port->known = true;
   } else {
     int* const places[] = {&spec.window, &spec.pidfd, &spec.news};
     for (std::size_t i = 0; i < std::size(places); ++i) *places[i] = entry.descriptors.at(i).release();
-    connections_.insert_or_assign(join.worker, connection_of(std::move(spec)));
+    ports_[join.worker] = std::make_unique<NearPort>(spec);
   }
   decide(join, entry.record.elapsed);
 }
 
 void Server::repeat_lose(WorkerId worker, Nanoseconds elapsed) {
   decide(Lose{worker}, elapsed);
-  const auto found = connections_.find(worker);
-  if (found == connections_.end()) return;
-  if (!followed_->far()) return static_cast<void>(connections_.erase(found));
-  found->second.alive = false;
-  found->second.gone = true;  // closes its connections: it may be alive, and only cut off from the server
+  Port* const port = find(ports_, worker);
+  if (port == nullptr) return;
+  if (!followed_->far()) return static_cast<void>(ports_.erase(worker));
+  port->alive = false;
+  port->gone = true;  // closes its connections: it may be alive, and only cut off from the server
 }
 
 // Sorts the operations that the shard has decided on. Those of blocks that will be adopted are kept until the server
@@ -441,38 +439,33 @@ void Server::look_for_partner() {
 // that leaves must decide nothing more; it removes them if it comes back.
 void Server::forget_gone() {
   if (leaves()) return;
-  for (auto& [worker, connection] : connections_)
-    if (serves_ && connection.gone && connection.alive) end(connection);
+  for (const auto& [worker, port] : ports_)
+    if (serves_ && port->gone && port->alive) end(*port);
   carry_out();  // may still answer them
-  std::erase_if(connections_, [this](const auto& each) {
-    const Connection& of = each.second;
-    const bool forgotten = of.gone && (serves_ || followed_ == nullptr || !of.alive || !of.known);
-    if (forgotten && of.lane == nullptr) wire_->drop(each.first);
-    return forgotten;
+  std::erase_if(ports_, [this](const auto& each) {
+    const Port& port = *each.second;
+    return port.gone && (serves_ || followed_ == nullptr || !port.alive || !port.known);
   });
 }
 
 // Wakes all workers and removes them, after this server has ended for them.
 void Server::send_away() {
-  for (auto& [worker, connection] : connections_) {
-    connection.window->bell().ring();
-    if (connection.lane == nullptr) wire_->drop(worker);
-  }
-  connections_.clear();
+  ring(ports_);
+  ports_.clear();
 }
 
 // After a takeover by TCP: workers that have connected here but are not members join now. Members without a connection
 // get some time to come: they may be on their way, or may have gone before this server knew of them.
 void Server::settle_workers() {
-  for (auto& [worker, connection] : connections_)
-    if (connection.alive) decide(Join{worker, connection.spec.group});
+  for (const auto& [worker, port] : ports_)
+    if (port->alive) decide(Join{worker, port->spec.group});
   missing_until_ = ringreduce::now() + kMissing;
 }
 
 std::vector<WorkerId> Server::without_connection() const {
   std::vector<WorkerId> found;
   for (const auto& [worker, clock] : shard_.clocks())
-    if (connections_.count(worker) == 0) found.push_back(worker);
+    if (find(ports_, worker) == nullptr) found.push_back(worker);
   return found;
 }
 
@@ -488,11 +481,11 @@ void Server::take_over() {
   serves_ = true;
   is_heir_ = frozen_ = false;
   if (ended->far()) settle_workers();
-  for (auto& [worker, connection] : connections_) tell(connection);
+  for (const auto& [worker, port] : ports_) tell(*port);
   ended->say_over();
   header().serves.store(1, std::memory_order_seq_cst);
   pass(Step::serving);
-  for (auto& [worker, connection] : connections_) connection.window->bell().ring();
+  ring(ports_);
   forget_gone();
 }
 

@@ -54,7 +54,7 @@ void Server::go_on_alone() {
   backup_.reset();
   if (is_heir_) return;
   header().serves.store(1, std::memory_order_seq_cst);
-  for (auto& [worker, connection] : connections_) connection.window->bell().ring();
+  ring(ports_);
 }
 
 std::uint64_t Server::freeze() {

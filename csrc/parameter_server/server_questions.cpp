@@ -26,8 +26,8 @@ std::map<WorkerId, std::pair<std::string, std::string>> Server::workers() {
   return order([&] {
     std::map<WorkerId, std::pair<std::string, std::string>> found;
     const std::map<WorkerId, std::uint64_t> members = shard_.clocks();
-    for (const auto& [worker, connection] : connections_)
-      if (members.count(worker) > 0) found[worker] = {connection.spec.group, connection.spec.name};
+    for (const auto& [worker, port] : ports_)
+      if (members.count(worker) > 0) found[worker] = {port->spec.group, port->spec.name};
     return found;
   });
 }
@@ -51,7 +51,7 @@ Server::Statistics Server::statistics() {
       now.lag = backup_->written() - backup_->carried_out();
     }
     for (const auto& block : blocks_) now.rows += block->rows();
-    for (const auto& [worker, connection] : connections_) now.workers += connection.alive;
+    for (const auto& [worker, port] : ports_) now.workers += port->alive;
   });
   return now;
 }

@@ -8,18 +8,15 @@ namespace ringreduce::parameter_server {
 
 bool Server::take_requests() {
   bool moved = false;
-  for (auto& [worker, connection] : connections_)
-    for (std::uint64_t most = kMostOutstanding; most > 0 && connection.alive && take_request(connection); --most)
-      moved = true;
+  for (const auto& [worker, port] : ports_)
+    for (std::uint64_t most = kMostOutstanding; most > 0 && port->alive && take_request(*port); --most) moved = true;
   return moved;
 }
 
-bool Server::take_request(Connection& connection) {
-  if (connection.lane == nullptr || !may_take()) return false;
-  if (!connection.attached && !(connection.attached = connection.lane->turn.load(std::memory_order_acquire) == turn_))
-    return false;
-  if (connection.lane->asked.load(std::memory_order_acquire) == connection.taken) return false;
-  take(connection, RequestSlot(connection.lane->requests[connection.taken++ % kMostOutstanding]));
+bool Server::take_request(Port& port) {
+  RequestSlot slot;
+  if (!may_take() || !port.next(slot, turn_)) return false;
+  take(port, slot);
   return true;
 }
 
@@ -28,31 +25,26 @@ bool Server::take_frames() {
   bool moved = wire_->connections().progress();
   if (!serves_) {  // a backup: requests wait until it has taken over
     for (const auto& [worker, why] : wire_->take_lost())
-      if (const auto found = connections_.find(worker); found != connections_.end()) found->second.gone = true;
+      if (Port* const port = find(ports_, worker)) port->gone = true;
     return moved;
   }
   if (holds_back() || !may_take()) return moved;
   for (const auto& [worker, slot] : wire_->take_requests()) {
-    const auto found = connections_.find(worker);
-    if (found != connections_.end() && found->second.alive) take(found->second, slot);
+    if (Port* const port = find(ports_, worker); port != nullptr && port->alive) take(*port, slot);
     moved = true;
   }
   for (const auto& [worker, why] : wire_->take_lost()) {
-    const auto found = connections_.find(worker);
-    if (found != connections_.end() && found->second.alive) end(found->second);
+    if (Port* const port = find(ports_, worker); port != nullptr && port->alive) end(*port);
     moved = true;
   }
-  for (auto& [worker, connection] : connections_)
-    if (connection.lane == nullptr) send_to(connection);
+  send_replies();
   return moved;
 }
 
-void Server::take(Connection& connection, const RequestSlot& slot) {
-  if (slot.kind == RequestKind::pull) keep_pull(connection, slot);
-  if (turn_ > 0 && connection.lane == nullptr && connection.asked.size() < 2 * kMostOutstanding)
-    connection.asked.insert(slot.number);
+void Server::take(Port& port, const RequestSlot& slot) {
+  port.expect(slot, blocks_, turn_);
   pass(Step::taken);
-  decide(request_of(connection.spec.id, slot, payload_of(connection, slot)));
+  decide(request_of(port.spec.id, slot, port.payload_of(slot, blocks_)));
 }
 
 Request Server::request_of(WorkerId worker, const RequestSlot& slot, std::shared_ptr<const Payload> payload) {
@@ -79,44 +71,12 @@ Request Server::request_of(WorkerId worker, const RequestSlot& slot, std::shared
   return request;
 }
 
-// Returns the data of a request; nullptr if it has none or describes it wrongly.
-std::shared_ptr<const Payload> Server::payload_of(const Connection& connection, const RequestSlot& slot) const {
-  const bool pushes =
-      slot.kind == RequestKind::initialise || slot.kind == RequestKind::push || slot.kind == RequestKind::restore;
-  const auto& window = connection.window;
-  const std::size_t room = window->memory.bytes() - window->data_begin;
-  if (!pushes || !blocks_.have(slot.block) || slot.bytes > room || slot.offset > room - slot.bytes) return nullptr;
-  if (!blocks_[slot.block].fits(slot)) return nullptr;
-  return std::make_shared<Lent>(window, window->data_begin + slot.offset, static_cast<std::size_t>(slot.bytes));
-}
-
-// Remembers a pull whose reply brings values. A pull with invalid fields is answered without a value.
-void Server::keep_pull(Connection& connection, const RequestSlot& slot) {
-  if (!blocks_.have(slot.block) || connection.pulls.size() >= kMostOutstanding) return;
-  Pull pull{slot.block};
-  const Block& block = blocks_[slot.block];
-  if (block.is_table()) {
-    const std::size_t room = connection.window->memory.bytes() - connection.window->data_begin;
-    if (slot.offset > room || slot.offset % sizeof(std::int64_t) != 0 || slot.bytes % sizeof(std::int64_t) != 0) return;
-    pull.count = slot.bytes / sizeof(std::int64_t);
-    if (pull.count > (room - slot.offset) / (sizeof(std::int64_t) + block.value_bytes(1))) return;
-    pull.offset = connection.window->data_begin + slot.offset;
-  } else if (connection.lane != nullptr) {
-    return;  // a worker on this host reads the value itself
-  } else if (slot.packing != Packing::none) {
-    if (static_cast<std::uint32_t>(slot.packing) >= kPackings) return;
-    if (block.spec.dtype != DType::float32) return;
-    pull.packing = slot.packing;
-  }
-  connection.pulls.emplace(slot.number, pull);
-}
-
-void Server::end(Connection& connection) {
+void Server::end(Port& port) {
   // Takes the requests that it had written before it ended.
-  for (std::uint64_t most = kMostOutstanding; most > 0 && take_request(connection); --most) {
+  for (std::uint64_t most = kMostOutstanding; most > 0 && take_request(port); --most) {
   }
-  connection.alive = false;
-  decide(Lose{connection.spec.id});
+  port.alive = false;
+  decide(Lose{port.spec.id});
 }
 
 }  // namespace ringreduce::parameter_server

@@ -104,22 +104,18 @@ class Server::StateArchive final : public Archive {
   }
 };
 
-void visit(Archive& archive, WorkerSpec& spec) {
-  archive(spec.id, spec.group, spec.window_bytes, spec.servers, spec.lane, spec.name);
-}
-
 // ---- The parts of a state -----------------------------------------------------------------------------------------
 
 // Only on one host: workers connect to a backup that is reached by TCP themselves.
 void Server::visit_connections(StateArchive& archive) {
   if (archive.has_all) return;
-  const std::size_t count = visit_size(archive, connections_.size());
+  const std::size_t count = visit_size(archive, ports_.size());
   if (!archive.reads()) {
-    for (auto& [worker, connection] : connections_) {
-      archive.windows.push_back(connection.window);
-      for (const int each : {connection.spec.window, connection.pidfd.get(), connection.news.get()})
-        archive.sent.push_back(each);
-      archive(connection.spec, connection.alive);
+    for (const auto& [worker, port] : ports_) {
+      archive.windows.push_back(port->window);
+      for (const int each : port->descriptors()) archive.sent.push_back(each);
+      WorkerSpec spec = port->spec;
+      archive(spec, port->alive);
     }
     return;
   }
@@ -130,10 +126,9 @@ void Server::visit_connections(StateArchive& archive) {
     bool alive = true;
     archive(spec, alive);
     for (int* const each : {&spec.window, &spec.pidfd, &spec.news}) *each = (given++)->release();
-    Connection connection = connection_of(std::move(spec));
-    connection.alive = alive;
-    archive.windows.push_back(connection.window);
-    connections_.emplace(connection.spec.id, std::move(connection));
+    const auto& port = ports_[spec.id] = std::make_unique<NearPort>(spec);
+    port->alive = alive;
+    archive.windows.push_back(port->window);
   }
   // The windows of workers that have gone, with pushes that are still part of an open round.
   for (; given != archive.received.end(); ++given)
@@ -214,7 +209,7 @@ void Server::have_given_all() {
   if (backup_->far()) return;
   backup_->is_counted = true;
   header().backup.store(backup_->number, std::memory_order_seq_cst);  // an earlier backup counts no longer
-  for (auto& [worker, connection] : connections_) tell(connection);
+  for (const auto& [worker, port] : ports_) tell(*port);
   if (is_heir_) take_over();
 }
 
@@ -233,7 +228,7 @@ void Server::take_state(Entry& entry) {
   visit(state);
   turn_ = static_cast<std::uint32_t>(entry.record.slot.number) + 1;
   number_ = static_cast<std::uint32_t>(entry.record.slot.round);
-  for (auto& [worker, connection] : connections_) connection.known = shard_.knows(worker);
+  for (const auto& [worker, port] : ports_) port->known = shard_.knows(worker);
 }
 
 void Server::take_block(const Entry& entry) {

@@ -135,15 +135,13 @@ void Server::look_for_ended() {
   if (!serves_) return;
   lose_missing();
   if (backup_ != nullptr && (backup_->ended() || backup_->stands())) drop_backup();
-  for (auto each = connections_.begin(); each != connections_.end();) {
-    Connection& connection = (each++)->second;
-    if (connection.lane == nullptr) continue;
-    if (connection.untold) tell(connection);
-    if (!has_gone(connection.pidfd.get(), connection.news.get())) continue;
-    const WorkerId worker = connection.spec.id;
-    if (connection.alive) end(connection);
+  for (auto each = ports_.begin(); each != ports_.end();) {
+    const auto& [worker, port] = *each++;
+    if (port->untold) tell(*port);
+    if (!port->ended()) continue;
+    if (port->alive) end(*port);
     carry_out();
-    connections_.erase(worker);
+    ports_.erase(WorkerId(worker));
   }
 }
 
