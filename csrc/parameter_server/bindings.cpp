@@ -67,7 +67,7 @@ template <>
 constexpr auto kNames<ps::Outcome> = std::to_array<std::string_view>(
     {"", "applied", "late", "initialised", "kept", "ready", "done", "failed", "refused"});
 template <>
-constexpr auto kNames<ps::Server::Step> =
+constexpr auto kNames<ps::Step> =
     std::to_array<std::string_view>({"never", "taken", "journalled", "updated", "carried out", "answered", "gives",
                                      "takes", "leaves", "inherits", "taking over", "serving"});
 

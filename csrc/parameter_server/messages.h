@@ -5,7 +5,9 @@
 // payload, so the same ones are used in shared memory, on connections and in the simulator.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <variant>
@@ -135,6 +137,12 @@ struct Operation {
 struct Output {
   std::vector<Operation> operations;
   std::vector<Reply> replies;
+
+  bool empty() const { return operations.empty() && replies.empty(); }
+  void add(Output more) {
+    std::move(more.operations.begin(), more.operations.end(), std::back_inserter(operations));
+    std::move(more.replies.begin(), more.replies.end(), std::back_inserter(replies));
+  }
 };
 
 }  // namespace ringreduce::parameter_server

@@ -11,7 +11,6 @@
 #include "core/error.h"
 #include "core/partition.h"
 #include "core/threads.h"
-#include "parameter_server/server-inl.h"
 
 namespace ringreduce::parameter_server {
 namespace {
@@ -28,7 +27,7 @@ Server::Server(std::size_t capacity, Hooks hooks, bool backed_up)
       bell_memory_(std::make_unique<Mapping>(bell_fd_.get(), sizeof(Bell), true)),
       bell_(reinterpret_cast<Bell*>(bell_memory_->at())),
       wire_(std::make_unique<ServerWire>(*bell_)),
-      blocks_(capacity, hooks_.roots, hooks_.update) {
+      replica_(capacity, hooks_.roots, hooks_.update) {
   header().serves = 1;
   thread_ = start_thread([this] { run(); });
 }
@@ -73,14 +72,14 @@ void Server::join(const WorkerSpec& spec) {
   order([&] {
     if (!serves_) throw Error(ErrorKind::invalid_argument, "this server is a backup, and has not taken over");
     if (frozen_) throw Error(ErrorKind::aborted, "this server leaves");
-    if (const Port* const known = find(ports_, spec.id)) {
+    if (const Port* const known = find(replica_.ports, spec.id)) {
       // The same worker may have joined the server that this was the backup of, and got no answer before that one
       // ended.
       if (!known->far() && same_file(known->window->memory_fd.get(), made->window->memory_fd.get())) return;
       throw Error(ErrorKind::invalid_argument, "there is a worker " + std::to_string(spec.id) + " already");
     }
     give_worker(*made);
-    Port& port = *ports_.emplace(spec.id, std::move(made)).first->second;
+    Port& port = *replica_.ports.emplace(spec.id, std::move(made)).first->second;
     decide(Join{spec.id, spec.group});
     tell(port);
   });
@@ -90,18 +89,18 @@ void Server::join_far(WorkerId id, const std::string& group, std::size_t window,
   const std::size_t bytes = lanes_bytes(0) + window;
   const auto memory = std::make_shared<Window>(make_memory("ringreduce far window", bytes), bytes, 0);
   order([&] {
-    if (find(ports_, id) != nullptr)
+    if (find(replica_.ports, id) != nullptr)
       throw Error(ErrorKind::invalid_argument, "there is a worker " + std::to_string(id) + " already");
     if (only_near_)
       throw Error(ErrorKind::invalid_argument, "this server has a backup, or was one: its workers are on its host");
     if (!serves_ && followed_ == nullptr) throw Error(ErrorKind::aborted, "this server has ended");
-    if (shard_.gave_up(id))
+    if (replica_.shard.gave_up(id))
       throw Error(ErrorKind::invalid_argument,
                   "worker " + std::to_string(id) + " was out of reach, and has been given up");
     WorkerSpec spec;
     spec.id = id, spec.group = group, spec.name = name;
-    const auto& port = ports_[id] = std::make_unique<FarPort>(std::move(spec), memory, *wire_);
-    port->known = shard_.knows(id);
+    const auto& port = replica_.ports[id] = std::make_unique<FarPort>(std::move(spec), memory, *wire_);
+    port->known = replica_.shard.knows(id);
     if (serves_) decide(Join{id, group});
     if (!std::exchange(has_far_, true)) wire_->connections().take_over();  // as begin_turns() has not
   });
@@ -113,7 +112,7 @@ void Server::connect(WorkerId id, int socket, std::string path) {
 
 void Server::lose(WorkerId worker) {
   order([&] {
-    Port* const port = find(ports_, worker);
+    Port* const port = find(replica_.ports, worker);
     if (port == nullptr) return;
     port->gone = true;
     if (serves_ || followed_ == nullptr) forget_gone();  // to a backup, the journal may bring more requests of it
@@ -141,8 +140,8 @@ std::pair<BlockId, std::size_t> Server::create(const BlockSpec& wanted) {
       return;
     }
     if (!place) {
-      const BlockId id = blocks_.make(spec);
-      place.emplace(id, blocks_.offset(blocks_[id]));
+      const BlockId id = replica_.blocks.make(spec);
+      place.emplace(id, replica_.blocks.offset(replica_.blocks[id]));
       decide(Create{spec.mode, spec.width > 0});
       if (!serves_) throw Error(ErrorKind::aborted, "the server has been stopped");
       written = backup_ == nullptr ? 0 : backup_->written();
@@ -167,12 +166,12 @@ void Server::say_ended() {
   serves_ = false;  // the backup may take over now, so later turns must not serve
   held_.clear();
   header().ended.store(1, std::memory_order_seq_cst);
-  for (const auto* const partner : {&backup_, &followed_}) {
-    if (*partner == nullptr) continue;
-    (*partner)->ring();
-    (*partner)->end_turns();
+  for (Partner* const partner : {backup_.get(), followed_ == nullptr ? nullptr : followed_->server.get()}) {
+    if (partner == nullptr) continue;
+    partner->ring();
+    partner->end_turns();
   }
-  ring(ports_);
+  ring(replica_.ports);
   if (has_far_) wire_->connections().hand_over(true);
   {
     const std::lock_guard lock(mutex_);
@@ -189,113 +188,56 @@ void Server::fall(const std::exception& error) {
   hooks_.warn("a server in process " + std::to_string(getpid()) + " has failed and ends" +
               (backup_ != nullptr && backup_->counts() ? ", and its backup goes on: " : ": ") + error.what());
   serves_ = false;
-  decided_ = {};
+  replica_.decided = {};
   kept_back_.clear();
   stopping_ = true;
 }
 
 void Server::decide(const Message& message) {
-  const Nanoseconds now = ringreduce::now(), elapsed = now - std::exchange(stepped_, now);
-  if (backup_ == nullptr || write_down(message, elapsed)) decide(message, elapsed);
-}
-
-void Server::decide(const Message& message, Nanoseconds elapsed) {
-  Output output = shard_.step(message, elapsed);
-  std::move(output.operations.begin(), output.operations.end(), std::back_inserter(decided_.operations));
-  std::move(output.replies.begin(), output.replies.end(), std::back_inserter(decided_.replies));
+  const Nanoseconds now = ringreduce::now(), elapsed = now - std::exchange(replica_.stepped, now);
+  if (backup_ == nullptr || write_down(message, elapsed)) replica_.decide(message, elapsed);
 }
 
 void Server::carry_out() {
   keep_back();
-  if (decided_.operations.empty() && decided_.replies.empty()) return;
+  if (replica_.decided.empty()) return;
+  // Whether a table has room for new rows depends on the order of operations, which must be the same in a server and
+  // its backup. So nothing is reordered if there are both a backup and a table.
+  const bool in_order = (backup_ != nullptr || replica_.turn > 0) && replica_.blocks.have_own_bytes();
+  const bool has_partner = backup_ != nullptr || followed_ != nullptr;
   try {
-    carry_out(std::exchange(decided_, {}));
+    const bool done = replica_.carry_out(
+        std::exchange(replica_.decided, {}), in_order, has_partner, hooks_.enter,
+        [this](const Reply& reply, const Operation* operation, bool failed) { answer(reply, operation, failed); });
+    if (!done && backup_ != nullptr && backup_->next < backup_->end) {
+      backup_->hurries = true;
+      begin_to_give();
+    }
+    send_replies();
   } catch (const std::exception& error) {
     if (followed_ != nullptr) throw;
     fall(error);
   }
 }
 
-// Carries out operations, and sends each reply as soon as its operation is done. Operations of a block stay in order;
-// of several blocks, the one with the greatest priority goes first.
-void Server::carry_out(Output output) {
-  failed_.clear();
-  std::map<BlockId, std::int32_t> priorities;
-  for (const Operation& each : output.operations) {
-    const auto [found, fresh] = priorities.try_emplace(each.block, each.priority);
-    if (!fresh) found->second = std::max(found->second, each.priority);
-  }
-  // Whether a table has room for new rows depends on the order of operations, which must be the same in a server and
-  // its backup. So nothing is reordered if there are both a backup and a table.
-  if ((backup_ == nullptr && turn_ == 0) || !blocks_.have_own_bytes())
-    std::stable_sort(output.operations.begin(), output.operations.end(),
-                     [&](const auto& a, const auto& b) { return priorities[a.block] > priorities[b.block]; });
-  std::set<std::uint64_t> due;
-  for (const Operation& each : output.operations) due.insert(each.index);
-  std::multimap<std::uint64_t, const Reply*> waiting;  // by index of the operation
-  for (const Reply& reply : output.replies) {
-    if (reply.outcome != Outcome::done && due.count(reply.after) == 0)
-      answer(reply);
-    else
-      waiting.emplace(reply.outcome == Outcome::done ? UINT64_MAX : reply.after, &reply);
-  }
-  const auto finish = [&](const Operation& operation) {
-    const auto [begin, end] = waiting.equal_range(operation.index);
-    for (auto each = begin; each != end; ++each) answer(*each->second, reads_push(operation.block));
-    waiting.erase(begin, end);
-  };
-  bool others = false;
-  for (const Operation& operation : output.operations) {
-    if (blocks_.by_python(operation)) {
-      others = true;
-    } else {
-      carry_out(operation);
-      pass(Step::carried_out);
-      finish(operation);
-    }
-  }
-  if (others)
-    hooks_.enter([&] {
-      for (const Operation& operation : output.operations)
-        if (blocks_.by_python(operation)) carry_out(operation), finish(operation);
-    });
-  for (const auto& [index, reply] : waiting) answer(*reply);
-  send_replies();
-}
-
 void Server::send_replies() {
-  for (const auto& [worker, port] : ports_)
-    if (!port->send(blocks_)) end(*port);
+  for (const auto& [worker, port] : replica_.ports)
+    if (!port->send(replica_.blocks)) end(*port);
 }
 
-void Server::carry_out(const Operation& operation) {
-  Block& block = blocks_[operation.block];
-  if (operation.changes) return block.change(operation.contributions[0]);
-  statistics_.updates += operation.version > 0;
-  if (!blocks_.apply(operation, backup_ != nullptr || followed_ != nullptr)) {
-    failed_.insert(operation.index);
-    if (backup_ != nullptr && backup_->next < backup_->end) {
-      backup_->hurries = true;
-      begin_to_give();
-    }
-  }
-  if (operation.version > 0) pass(Step::updated);
-  block.publish();
-}
-
-// Sends a reply, or holds it until the backup has carried out the journal. With `waits_for_backup`, the backup reads
-// the pushed data too, and the worker may overwrite that after the reply.
-void Server::answer(const Reply& reply, bool waits_for_backup) {
-  Port* const to = find(ports_, reply.worker);
+// Sends the reply to a request that led to the operation, if to any. If the backup reads the pushed data too, which the
+// worker may overwrite after the reply, the reply is held until the backup has carried out the journal.
+void Server::answer(const Reply& reply, const Operation* operation, bool has_failed) {
+  Port* const to = find(replica_.ports, reply.worker);
   if (to == nullptr || !to->alive) return;
   const bool changes = reply.outcome == Outcome::applied || reply.outcome == Outcome::initialised;
-  const bool failed = changes && failed_.count(reply.after) > 0;
-  const ReplySlot slot{reply.number, reply.version, failed ? Outcome::failed : reply.outcome, 0};
-  if (!to->prepare(slot, blocks_, turn_)) return;
-  if (backup_ != nullptr && waits_for_backup && slot.outcome != Outcome::ready && slot.outcome != Outcome::done)
+  const ReplySlot slot{reply.number, reply.version, changes && has_failed ? Outcome::failed : reply.outcome, 0};
+  if (!to->prepare(slot, replica_.blocks, replica_.turn)) return;
+  const bool brings_nothing = slot.outcome != Outcome::ready && slot.outcome != Outcome::done;
+  if (backup_ != nullptr && brings_nothing && (operation == nullptr || reads_push(operation->block)))
     hold(reply.worker, slot);
   else
-    to->put(slot), pass(Step::answered);
+    to->put(slot), replica_.pass(Step::answered);
 }
 
 }  // namespace ringreduce::parameter_server

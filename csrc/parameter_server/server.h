@@ -26,23 +26,9 @@
 
 #include "core/descriptors.h"
 #include "core/fork.h"
-#include "parameter_server/journal.h"
-#include "parameter_server/port.h"
+#include "parameter_server/follower.h"
 
 namespace ringreduce::parameter_server {
-
-// What a server and its backup on the same host tell each other; the receiver takes over the descriptors. Each of the
-// two is the other's partner.
-struct PartnerSpec {
-  int journal = -1;  // memfd, written by the server and read by the backup
-  int bell = -1;     // memfd
-  int values = -1;   // memfd
-  int pidfd = -1;
-  int passage = -1;  // a socket from the server to the backup, for messages with descriptors
-  // Of the backup; the server passes them on to workers as News.
-  std::size_t capacity = 0;
-  std::string name, address;
-};
 
 class Server {
  public:
@@ -69,9 +55,9 @@ class Server {
   Server(std::size_t capacity, Hooks hooks, bool backed_up = false);
   ~Server();
 
-  int values() const { return blocks_.values().get(); }
+  int values() const { return replica_.blocks.values().get(); }
   int bell() const { return bell_fd_.get(); }
-  std::size_t capacity() const { return blocks_.capacity(); }
+  std::size_t capacity() const { return replica_.blocks.capacity(); }
 
   // The following functions may be called by any thread. They return after a turn has carried them out, and throw
   // Error(aborted) after stop().
@@ -105,7 +91,7 @@ class Server {
   std::optional<Snapshot::Piece> next_piece();
   void end_snapshot();
   // Whether the server takes no requests until pieces have been taken.
-  bool holds_back() const { return blocks_.hold_back(); }
+  bool holds_back() const { return replica_.blocks.hold_back(); }
 
   // ---- Backups (journal.h) ----
   // A backup can take over only when it *counts*: it has the whole state of its server and, if it is reached by TCP, is
@@ -158,21 +144,7 @@ class Server {
   Standing standing();
   // Note, id and offset of every block, in the order of their creation.
   std::vector<std::tuple<std::string, BlockId, std::size_t>> notes();
-  // For tests: this process kills itself when it reaches `step` for the `times`-th time.
-  enum class Step : std::uint32_t {
-    never,
-    taken,
-    journalled,
-    updated,
-    carried_out,
-    answered,
-    gives,
-    takes,
-    leaves,
-    inherits,
-    taking_over,
-    serving
-  };
+  // For tests, as Replica::die_at().
   void die_at(Step step, std::uint64_t times);
 
   // Ends the thread and tells the workers. Idempotent; every caller returns after the thread has ended.
@@ -198,10 +170,6 @@ class Server {
   };
 
  private:
-  struct Partner;
-  struct NearPartner;
-  struct FarPartner;
-  class StateArchive;
   // A reply that is sent when the backup has carried out the journal up to position `after`.
   struct Held {
     std::uint64_t after;
@@ -222,15 +190,11 @@ class Server {
   void end(Port& port);
   void forget_gone();
   void look_for_ended();
-  Request request_of(WorkerId worker, const RequestSlot& slot, std::shared_ptr<const Payload> payload);
   void decide(const Message& message);
-  void decide(const Message& message, Nanoseconds elapsed);
   void carry_out();
-  void carry_out(Output output);
-  void carry_out(const Operation& operation);
-  void answer(const Reply& reply, bool waits_for_backup = true);
+  void answer(const Reply& reply, const Operation* operation, bool has_failed);
   void send_replies();
-  ValuesHeader& header() const { return blocks_.header(); }
+  ValuesHeader& header() const { return replica_.blocks.header(); }
   Nanoseconds due_in() const;
   bool may_take() const;
   bool may_write_down(const BlockSpec& spec) const;
@@ -254,23 +218,12 @@ class Server {
   bool give_blocks(bool moved);
   bool give_piece(BlockId id, std::size_t piece);
   void have_given_all();
-  void take_state(Entry& entry);
-  void take_block(const Entry& entry);
   bool reads_push(BlockId id) const;
-  void visit(StateArchive& archive);
-  void visit_connections(StateArchive& archive);
   void give_worker(const Port& port);
   void tell(Port& port);
   void check_native() const;
   void drop_backup();
-  void repeat(Entry& entry);
-  void repeat_join(Entry& entry);
-  void repeat_lose(WorkerId worker, Nanoseconds elapsed);
   bool repeat_all(bool all);
-  void keep_decided();
-  void drop_published();
-  const BlockWords& words_of_server(const Block& block) const;
-  void adopt_values();
   void look_for_partner();
   void look_for_heir();
   void become_heir();
@@ -279,7 +232,6 @@ class Server {
   std::vector<WorkerId> without_connection() const;
   void lose_missing();
   void take_over();
-  void pass(Step step);
   template <class F>
   auto order(F&& body);
 
@@ -294,28 +246,18 @@ class Server {
   std::mutex turning_;                         // held by the thread that takes turns; guards the members below
   std::atomic<int> waiting_ = 0;               // threads that would like to take turns
   std::atomic<bool> left_for_thread_ = false;  // operations wait for the server's thread, since they need Python
-  Shard shard_;
-  Nanoseconds stepped_ = ringreduce::now();  // when the shard got its latest message
-  Ports ports_;
-  Blocks blocks_;
-  Output decided_;                  // by the shard, and not carried out yet
-  bool has_far_ = false;            // there are workers on other hosts
-  bool only_near_ = false;          // it has a backup on this host or was one, so it takes no workers of other hosts
-  std::set<std::uint64_t> failed_;  // operations of this turn whose update failed
-  Statistics statistics_;
+  Replica replica_;
+  bool has_far_ = false;    // there are workers on other hosts
+  bool only_near_ = false;  // it has a backup on this host or was one, so it takes no workers of other hosts
   Nanoseconds looked_ = 0, missing_until_ = kForever;
   bool serves_ = true, frozen_ = false, is_heir_ = false;
-  std::uint32_t turn_ = 0;          // the value of Lane::turn while it serves; for a backup, once it has taken over
   std::uint32_t backups_made_ = 0;  // by this server
-  std::uint32_t number_ = 0;        // of this backup, as in ValuesHeader::backup; 0 until it has the state
   std::string name_, address_;      // of this server, if it is or was a backup on its server's host
-  std::unique_ptr<Partner> backup_, followed_;              // this server's backup; the server that this is a backup of
+  std::unique_ptr<Partner> backup_;
+  std::unique_ptr<Follower> followed_;                      // of this backup
   std::deque<std::pair<std::uint64_t, Output>> kept_back_;  // decided, and waiting for the backup to confirm a position
   std::uint64_t answers_up_to_ = 0;                         // position in the journal of what is being carried out
   std::deque<Held> held_;
-  std::map<BlockId, std::deque<Operation>> kept_;  // at a backup: operations that the server may not have carried out
-  Step last_step_ = Step::never;
-  std::uint64_t steps_left_ = 0;
 
   std::mutex mutex_;  // guards orders_ and stopped_
   std::condition_variable served_;
@@ -326,5 +268,35 @@ class Server {
   std::mutex ending_;  // held in stop(), which several threads may call
   std::thread thread_;
 };
+
+// Queues `body` for the next turn, and waits until it has been called. Returns what it returns, and throws what it
+// throws.
+template <class F>
+auto Server::order(F&& body) {
+  if constexpr (!std::is_void_v<std::invoke_result_t<F>>) {
+    std::optional<std::invoke_result_t<F>> result;
+    order([&] { result.emplace(body()); });
+    return std::move(*result);
+  }
+  std::exception_ptr failed;
+  bool done = false;
+  std::unique_lock lock(mutex_);
+  if (stopping_) throw Error(ErrorKind::aborted, "the server has been stopped");
+  orders_.push_back([&] {
+    try {
+      body();
+    } catch (...) {
+      failed = std::current_exception();
+    }
+    const std::lock_guard relock(mutex_);
+    done = true;
+    served_.notify_all();
+  });
+  has_orders_ = true;
+  bell_->ring();
+  served_.wait(lock, [&] { return done || stopped_; });
+  if (!done) throw Error(ErrorKind::aborted, "the server has been stopped");
+  if (failed) std::rethrow_exception(failed);
+}
 
 }  // namespace ringreduce::parameter_server

@@ -18,7 +18,7 @@
 #include <variant>
 
 #include "core/error.h"
-#include "parameter_server/server-inl.h"
+#include "parameter_server/server.h"
 
 namespace ringreduce::parameter_server {
 namespace {
@@ -39,7 +39,7 @@ void Server::lead(std::unique_ptr<Partner> partner) {
     if (backup_ != nullptr && (backup_->far() || partner->far()))
       throw Error(ErrorKind::invalid_argument, "this server has a backup already: it can have no other one");
     check_native();
-    for (const auto& [worker, port] : ports_)
+    for (const auto& [worker, port] : replica_.ports)
       if (!partner->far() && port->descriptors()[2] < 0)
         throw Error(ErrorKind::invalid_argument, "a server with workers of other hosts can have no backup yet");
     carry_out();  // includes operations that were kept back for an earlier backup
@@ -54,7 +54,7 @@ void Server::lead(std::unique_ptr<Partner> partner) {
 }
 
 void Server::check_native() const {
-  for (const auto& block : blocks_)
+  for (const auto& block : replica_.blocks)
     if (block->by_python())
       throw Error(ErrorKind::invalid_argument,
                   "an update that Python computes has no backup, and this server has a block of one");
@@ -78,11 +78,11 @@ void Server::give_worker(const Port& port) {
 void Server::tell(Port& port) {
   port.untold = false;
   const Partner* const backup = backup_ != nullptr && !backup_->far() && backup_->counts() ? backup_.get() : nullptr;
-  if (backup == nullptr && (turn_ == 0 || !only_near_)) return;
+  if (backup == nullptr && (replica_.turn == 0 || !only_near_)) return;
   News news{};
-  news.turn = backup != nullptr ? turn_ + 1 : turn_;
-  news.number = backup != nullptr ? header().backup.load(std::memory_order_relaxed) : number_;
-  news.capacity = backup != nullptr ? backup->capacity : blocks_.capacity();
+  news.turn = backup != nullptr ? replica_.turn + 1 : replica_.turn;
+  news.number = backup != nullptr ? header().backup.load(std::memory_order_relaxed) : replica_.number;
+  news.capacity = backup != nullptr ? backup->capacity : replica_.blocks.capacity();
   (backup != nullptr ? backup->name : name_).copy(news.name, News::kText - 1);
   (backup != nullptr ? backup->address : address_).copy(news.address, News::kText - 1);
   const FileDescriptor mine = backup != nullptr ? FileDescriptor() : own_pidfd();
@@ -127,21 +127,21 @@ bool Server::write_down(const Message& message, Nanoseconds elapsed) {
     record.kind = Record::Kind::join;
     record.worker = join->worker;
     record.descriptors = backup_->far() ? 0 : 3;
-    entry.bytes = written(ports_.at(join->worker)->spec);
+    entry.bytes = written(replica_.ports.at(join->worker)->spec);
   } else if (const auto* lose = std::get_if<Lose>(&message)) {
     record.kind = Record::Kind::lose;
     record.worker = lose->worker;
   } else if (std::holds_alternative<Create>(message)) {
     record.kind = Record::Kind::create;
-    entry.bytes = written(blocks_[blocks_.size() - 1].spec);
+    entry.bytes = written(replica_.blocks[replica_.blocks.size() - 1].spec);
   }
   record.bytes = entry.bytes.size();
   if (!wait_for_room(sizeof record + entry.bytes.size())) return false;
   if (backup_ == nullptr) return true;
   backup_->write(std::move(entry));
-  const bool waits = request != nullptr && blocks_.have(request->block) && reads_push(request->block);
+  const bool waits = request != nullptr && replica_.blocks.have(request->block) && reads_push(request->block);
   if (waits || backup_->room() < Journal::kBytes / 4 * 3) backup_->ring();
-  pass(Step::journalled);
+  replica_.pass(Step::journalled);
   return true;
 }
 
@@ -171,10 +171,10 @@ bool Server::release_held() {
   const std::uint64_t until = backup_ == nullptr ? UINT64_MAX : backup_->carried_out();
   bool moved = false;
   for (; !held_.empty() && held_.front().after <= until; held_.pop_front()) {
-    Port* const port = find(ports_, held_.front().worker);
+    Port* const port = find(replica_.ports, held_.front().worker);
     if (port == nullptr || !port->alive) continue;
     port->put(held_.front().reply);
-    pass(Step::answered);
+    replica_.pass(Step::answered);
     moved = true;
   }
   if (moved) send_replies();
@@ -189,11 +189,11 @@ void Server::follow(const PartnerSpec& server) {
 
 void Server::follow(std::unique_ptr<Partner> partner) {
   order([&] {
-    if (!ports_.empty() || blocks_.size() > 0)
+    if (!replica_.ports.empty() || replica_.blocks.size() > 0)
       throw Error(ErrorKind::invalid_argument, "this server has workers or blocks already: it can be no backup now");
-    followed_ = std::move(partner);
-    name_ = followed_->name, address_ = followed_->address;
-    only_near_ = !followed_->far();
+    followed_ = std::make_unique<Follower>(replica_, std::move(partner));
+    name_ = followed_->server->name, address_ = followed_->server->address;
+    only_near_ = !followed_->server->far();
     serves_ = false;
     header().serves = 0;
   });
@@ -213,7 +213,7 @@ void Server::leave_to_backup() {
     last.kind = Record::Kind::inherit;
     if (backup_->far()) backup_->write({last});
     backup_->ring();
-    pass(Step::leaves);
+    replica_.pass(Step::leaves);
   };
   const Nanoseconds until = ringreduce::now() + kLeaving;
   for (order(leave); !leaves; order(leave)) {
@@ -247,10 +247,7 @@ void Server::come_back() {
   header().leaves.store(0, std::memory_order_seq_cst);
 }
 
-void Server::become_heir() {
-  is_heir_ = serves_ = frozen_ = true;
-  pass(Step::inherits);
-}
+void Server::become_heir() { is_heir_ = serves_ = frozen_ = true; }
 
 void Server::serve_alone() {
   order([&] {
@@ -275,21 +272,20 @@ bool Server::follow_on() {
 // that are carried out here are confirmed at once, since replies to pushes wait for that.
 bool Server::repeat_all(bool all) {
   bool moved = false;
-  followed_->acknowledge();
-  for (Entry entry; (all || !has_orders_) && followed_->read(entry);) {
-    repeat(entry);
-    const Record::Kind kind = entry.record.kind;
-    if (kind != Record::Kind::block && kind != Record::Kind::inherit) stepped_ = ringreduce::now();
-    keep_decided();
+  followed_->server->acknowledge();
+  while (all || !has_orders_) {
+    const auto kind = followed_->repeat_next();
+    if (!kind) break;
     moved = true;
-    if (decided_.operations.empty()) continue;
+    if (*kind == Record::Kind::inherit) become_heir();
+    if (replica_.decided.operations.empty()) continue;
     carry_out();
-    followed_->confirm();
+    followed_->server->confirm();
   }
   if (!moved) return false;
   carry_out();
-  followed_->confirm();
-  drop_published();
+  followed_->server->confirm();
+  followed_->drop_published();
   return true;
 }
 
@@ -299,150 +295,46 @@ void Server::give_up(const std::string& why) {
   backup_.reset();
   header().serves.store(0, std::memory_order_seq_cst);
   header().ended.store(1, std::memory_order_seq_cst);
-  decided_ = {};
-  if (followed_ != nullptr) followed_->ring();
+  replica_.decided = {};
+  if (followed_ != nullptr) followed_->server->ring();
   followed_.reset();
-  kept_.clear();
   send_away();
   if (why.empty()) return;
   hooks_.warn("the backup of a server, in process " + std::to_string(getpid()) +
               ", has failed and is none any more: " + why);
 }
 
-void Server::repeat(Entry& entry) {
-  const Record& record = entry.record;
-  switch (record.kind) {
-    case Record::Kind::request: {
-      std::shared_ptr<const Payload> pushed;
-      if (followed_->far()) {
-        if (record.slot.block != UINT32_MAX)
-          pushed = std::make_shared<Lent>(std::move(entry.data), static_cast<std::size_t>(record.slot.bytes));
-      } else {
-        const Port* const port = find(ports_, record.worker);
-        if (port == nullptr) throw Error(ErrorKind::mismatch, "a worker is unknown to the backup");
-        pushed = port->payload_of(record.slot, blocks_);
-      }
-      return decide(request_of(record.worker, record.slot, std::move(pushed)), record.elapsed);
-    }
-    case Record::Kind::join:
-      return repeat_join(entry);
-    case Record::Kind::lose:
-      return repeat_lose(record.worker, record.elapsed);
-    case Record::Kind::create: {
-      const auto spec = parameter_server::read<BlockSpec>(entry.bytes);
-      blocks_.make(spec);
-      return decide(Create{spec.mode, spec.width > 0}, record.elapsed);
-    }
-    case Record::Kind::tick:
-      return decide(Tick{}, record.elapsed);
-    case Record::Kind::inherit:
-      return become_heir();
-    case Record::Kind::block:
-      return take_block(entry);
-    case Record::Kind::state:
-      return take_state(entry);
-  }
-}
-
-// Repeats that a worker has joined. On one host the server has sent its descriptors; otherwise the worker connects to
-// this backup itself.
-void Server::repeat_join(Entry& entry) {
-  auto spec = parameter_server::read<WorkerSpec>(entry.bytes);
-  const Join join{spec.id, spec.group};
-  if (followed_->far()) {
-    if (Port* const port = find(ports_, join.worker)) port->known = true;
-  } else {
-    int* const places[] = {&spec.window, &spec.pidfd, &spec.news};
-    for (std::size_t i = 0; i < std::size(places); ++i) *places[i] = entry.descriptors.at(i).release();
-    ports_[join.worker] = std::make_unique<NearPort>(spec);
-  }
-  decide(join, entry.record.elapsed);
-}
-
-void Server::repeat_lose(WorkerId worker, Nanoseconds elapsed) {
-  decide(Lose{worker}, elapsed);
-  Port* const port = find(ports_, worker);
-  if (port == nullptr) return;
-  if (!followed_->far()) return static_cast<void>(ports_.erase(worker));
-  port->alive = false;
-  port->gone = true;  // closes its connections: it may be alive, and only cut off from the server
-}
-
-// Sorts the operations that the shard has decided on. Those of blocks that will be adopted are kept until the server
-// has ended, in case it ends before it publishes them. Those of blocks whose content has not arrived are dropped, since
-// the content will include them.
-void Server::keep_decided() {
-  for (Operation& each : decided_.operations) {
-    if (!blocks_[each.block].spec.two_states) continue;
-    kept_[each.block].push_back(std::move(each));
-    pass(Step::carried_out);
-  }
-  std::erase_if(decided_.operations, [this](const auto& each) {
-    const Block& block = blocks_[each.block];
-    statistics_.updates += block.is_missing && each.version > 0 && !each.changes;
-    return block.spec.two_states || (block.is_missing && !each.changes);
-  });
-}
-
-// Drops kept operations that the server has published.
-void Server::drop_published() {
-  for (auto& [block, operations] : kept_) {
-    const std::uint64_t published = words_of_server(blocks_[block]).published.load(std::memory_order_acquire);
-    for (; !operations.empty() && operations.front().version < published; operations.pop_front()) {
-      if (operations.front().changes)
-        blocks_[block].change(operations.front().contributions[0]);
-      else
-        statistics_.updates += operations.front().version > 0;
-    }
-  }
-  std::erase_if(kept_, [](const auto& each) { return each.second.empty(); });
-}
-
-const BlockWords& Server::words_of_server(const Block& block) const {
-  return *reinterpret_cast<const BlockWords*>(followed_->values() + blocks_.offset(block));
-}
-
-// Called when the server has ended. Copies its blocks as they were published, and schedules the updates that were not
-// published.
-void Server::adopt_values() {
-  drop_published();
-  for (const auto& block : blocks_)
-    if (block->spec.two_states) block->adopt(words_of_server(*block));
-  for (auto& [block, operations] : kept_)
-    std::move(operations.begin(), operations.end(), std::back_inserter(decided_.operations));
-  kept_.clear();
-}
-
 // Checks whether the server has ended or leaves, and takes over if so. Precondition: the journal has been repeated.
 void Server::look_for_partner() {
-  if (followed_->far()) return forget_gone();  // decided() says when to take over
+  if (followed_->server->far()) return forget_gone();  // decided() says when to take over
   const Nanoseconds t = ringreduce::now();
   if (t - looked_ < kLookEvery) return;
   looked_ = t;
-  const ValuesHeader& its = followed_->header();
+  const ValuesHeader& its = followed_->server->header();
   const auto counts = [&] { return its.backup.load(std::memory_order_seq_cst); };
-  const bool leaves = its.leaves.load(std::memory_order_seq_cst) != 0, ended = followed_->ended();
+  const bool leaves = its.leaves.load(std::memory_order_seq_cst) != 0, ended = followed_->server->ended();
   if (!ended && !leaves) {
-    drop_published();
-    if (number_ > 0 && counts() > number_) give_up("");  // the server has a newer backup
+    followed_->drop_published();
+    if (replica_.number > 0 && counts() > replica_.number) give_up("");  // the server has a newer backup
     return;
   }
   repeat_all(true);  // the server may have written more before it ended; now the journal is final
-  if (number_ == 0 || counts() != number_) return give_up("");
-  adopt_values();
+  if (replica_.number == 0 || counts() != replica_.number) return give_up("");
+  followed_->adopt_values();
   carry_out();
   if (ended) return take_over();
   become_heir();
+  replica_.pass(Step::inherits);
 }
 
 // Removes workers that have gone and of which no more requests can come, from them or through the journal. A server
 // that leaves must decide nothing more; it removes them if it comes back.
 void Server::forget_gone() {
   if (leaves()) return;
-  for (const auto& [worker, port] : ports_)
+  for (const auto& [worker, port] : replica_.ports)
     if (serves_ && port->gone && port->alive) end(*port);
   carry_out();  // may still answer them
-  std::erase_if(ports_, [this](const auto& each) {
+  std::erase_if(replica_.ports, [this](const auto& each) {
     const Port& port = *each.second;
     return port.gone && (serves_ || followed_ == nullptr || !port.alive || !port.known);
   });
@@ -450,22 +342,22 @@ void Server::forget_gone() {
 
 // Wakes all workers and removes them, after this server has ended for them.
 void Server::send_away() {
-  ring(ports_);
-  ports_.clear();
+  ring(replica_.ports);
+  replica_.ports.clear();
 }
 
 // After a takeover by TCP: workers that have connected here but are not members join now. Members without a connection
 // get some time to come: they may be on their way, or may have gone before this server knew of them.
 void Server::settle_workers() {
-  for (const auto& [worker, port] : ports_)
+  for (const auto& [worker, port] : replica_.ports)
     if (port->alive) decide(Join{worker, port->spec.group});
   missing_until_ = ringreduce::now() + kMissing;
 }
 
 std::vector<WorkerId> Server::without_connection() const {
   std::vector<WorkerId> found;
-  for (const auto& [worker, clock] : shard_.clocks())
-    if (find(ports_, worker) == nullptr) found.push_back(worker);
+  for (const auto& [worker, clock] : replica_.shard.clocks())
+    if (find(replica_.ports, worker) == nullptr) found.push_back(worker);
   return found;
 }
 
@@ -476,16 +368,17 @@ void Server::lose_missing() {
 }
 
 void Server::take_over() {
-  pass(Step::taking_over);
-  const std::unique_ptr<Partner> ended = std::move(followed_);
+  replica_.pass(Step::taking_over);
+  const auto leader = std::exchange(followed_, nullptr);
+  Partner& ended = *leader->server;
   serves_ = true;
   is_heir_ = frozen_ = false;
-  if (ended->far()) settle_workers();
-  for (const auto& [worker, port] : ports_) tell(*port);
-  ended->say_over();
+  if (ended.far()) settle_workers();
+  for (const auto& [worker, port] : replica_.ports) tell(*port);
+  ended.say_over();
   header().serves.store(1, std::memory_order_seq_cst);
-  pass(Step::serving);
-  ring(ports_);
+  replica_.pass(Step::serving);
+  ring(replica_.ports);
   forget_gone();
 }
 

@@ -27,7 +27,6 @@
 #include <utility>
 
 #include "core/error.h"
-#include "parameter_server/server-inl.h"
 #include "parameter_server/server.h"
 
 namespace ringreduce::parameter_server {
@@ -54,7 +53,7 @@ void Server::go_on_alone() {
   backup_.reset();
   if (is_heir_) return;
   header().serves.store(1, std::memory_order_seq_cst);
-  ring(ports_);
+  ring(replica_.ports);
 }
 
 std::uint64_t Server::freeze() {
@@ -81,26 +80,24 @@ bool Server::is_kept(std::uint64_t position) const {
   return backup_ == nullptr || (backup_->received() >= position && !backup_->silent());
 }
 
-// Moves what the backup has not confirmed from `decided_` to `kept_back_`, and back what it has confirmed. Afterwards
-// `decided_` has what may be carried out now.
+// Moves what the backup has not confirmed from `replica_.decided` to `kept_back_`, and back what it has confirmed.
+// Afterwards `replica_.decided` has what may be carried out now.
 void Server::keep_back() {
   answers_up_to_ = backup_ == nullptr ? 0 : backup_->written();
   if (backup_ == nullptr ? kept_back_.empty() : !backup_->far() || backup_->next < backup_->end) return;
-  if (!decided_.operations.empty() || !decided_.replies.empty())
-    kept_back_.emplace_back(answers_up_to_, std::exchange(decided_, {}));
+  if (!replica_.decided.empty()) kept_back_.emplace_back(answers_up_to_, std::exchange(replica_.decided, {}));
   for (; !kept_back_.empty() && is_kept(kept_back_.front().first); kept_back_.pop_front()) {
     auto& [position, output] = kept_back_.front();
     answers_up_to_ = position;
-    std::move(output.operations.begin(), output.operations.end(), std::back_inserter(decided_.operations));
-    std::move(output.replies.begin(), output.replies.end(), std::back_inserter(decided_.replies));
+    replica_.decided.add(std::move(output));
   }
 }
 
 void Server::connect_partner(int socket, std::string path) {
   order([&] {
-    const auto& partner = backup_ != nullptr ? backup_ : followed_;
-    if (partner == nullptr) throw Error(ErrorKind::invalid_argument, "this server has no partner");
-    partner->connect(socket, std::move(path));
+    if (backup_ == nullptr && followed_ == nullptr)
+      throw Error(ErrorKind::invalid_argument, "this server has no partner");
+    (backup_ != nullptr ? *backup_ : *followed_->server).connect(socket, std::move(path));
   });
 }
 
@@ -109,14 +106,14 @@ bool Server::partners_move() {
     header().serves.store(serves_ && !is_heir_ && !backup_->silent(), std::memory_order_seq_cst);
     return true;
   }
-  return followed_ != nullptr && followed_->progress();
+  return followed_ != nullptr && followed_->server->progress();
 }
 
 void Server::decided(bool goes_on) {
   order([&] {
     const bool is_backup = backup_ == nullptr || is_heir_;
-    const Partner* const partner = is_backup ? followed_.get() : backup_.get();
-    if (partner == nullptr || !partner->silent()) return;
+    if (is_backup && followed_ == nullptr) return;
+    if (!(is_backup ? *followed_->server : *backup_).silent()) return;
     if (!goes_on) return is_backup ? give_up("") : be_replaced();
     if (!is_backup) {
       come_back();
@@ -138,7 +135,7 @@ void Server::be_replaced() {
   serves_ = false;
   kept_back_.clear();
   held_.clear();
-  decided_ = {};
+  replica_.decided = {};
   backup_.reset();
   header().serves.store(0, std::memory_order_seq_cst);
   header().ended.store(1, std::memory_order_seq_cst);

@@ -7,7 +7,6 @@
 
 #include "core/atomics.h"
 #include "core/float_environment.h"
-#include "parameter_server/server-inl.h"
 #include "parameter_server/server.h"
 
 namespace ringreduce::parameter_server {
@@ -25,7 +24,7 @@ void Server::run() {
     Nanoseconds most = kLookEvery;
     if (const std::unique_lock turning(turning_, std::try_to_lock); turning.owns_lock()) {
       begin_turns();
-      const bool is_awaited = followed_ == nullptr || followed_->far() || blocks_.have_own_bytes();
+      const bool is_awaited = followed_ == nullptr || followed_->server->far() || replica_.blocks.have_own_bytes();
       const int most_idle = is_awaited ? kLooks + kYields : 1;
       for (int idle = 0; idle < most_idle && !stopping_;) {
         if (turn(true)) {
@@ -55,7 +54,7 @@ void Server::begin_turns() {
   bell_->sleepers.store(0, std::memory_order_seq_cst);
   if (has_far_) wire_->connections().take_over();
   if (backup_ != nullptr) backup_->begin_turns();
-  if (followed_ != nullptr) followed_->begin_turns();
+  if (followed_ != nullptr) followed_->server->begin_turns();
 }
 
 // Sets `sleepers` to 1, so that a ring wakes the server's thread, and takes a last turn for what came before. Returns
@@ -66,14 +65,14 @@ std::uint32_t Server::end_turns() {
   turn(false);
   if (has_far_) wire_->connections().hand_over(true);
   if (backup_ != nullptr) backup_->end_turns();
-  if (followed_ != nullptr) followed_->end_turns();
+  if (followed_ != nullptr) followed_->server->end_turns();
   return seen;
 }
 
 // How long until a Tick is due.
 Nanoseconds Server::due_in() const {
-  const Nanoseconds due = serves_ && !frozen_ ? shard_.due_in() : kForever;
-  return due == kForever ? kForever : std::max<Nanoseconds>(0, due - (ringreduce::now() - stepped_));
+  const Nanoseconds due = serves_ && !frozen_ ? replica_.shard.due_in() : kForever;
+  return due == kForever ? kForever : std::max<Nanoseconds>(0, due - (ringreduce::now() - replica_.stepped));
 }
 
 // An exception ends this server. Its process, which may be a worker's, goes on.
@@ -94,9 +93,10 @@ bool Server::serve(bool may_call_python) {
   if (!holds_back()) moved |= take_requests();
   if (has_far_) moved |= take_frames();
   if (due_in() == 0) decide(Tick{});
-  moved |= !decided_.operations.empty() || !decided_.replies.empty();
-  left_for_thread_ = !may_call_python && std::any_of(decided_.operations.begin(), decided_.operations.end(),
-                                                     [this](const auto& each) { return blocks_.by_python(each); });
+  moved |= !replica_.decided.empty();
+  left_for_thread_ =
+      !may_call_python && std::any_of(replica_.decided.operations.begin(), replica_.decided.operations.end(),
+                                      [this](const auto& each) { return replica_.blocks.by_python(each); });
   if (!left_for_thread_) carry_out();
   moved |= release_held();
   moved |= give_blocks(moved);
@@ -135,13 +135,13 @@ void Server::look_for_ended() {
   if (!serves_) return;
   lose_missing();
   if (backup_ != nullptr && (backup_->ended() || backup_->stands())) drop_backup();
-  for (auto each = ports_.begin(); each != ports_.end();) {
+  for (auto each = replica_.ports.begin(); each != replica_.ports.end();) {
     const auto& [worker, port] = *each++;
     if (port->untold) tell(*port);
     if (!port->ended()) continue;
     if (port->alive) end(*port);
     carry_out();
-    ports_.erase(WorkerId(worker));
+    replica_.ports.erase(WorkerId(worker));
   }
 }
 

@@ -3,11 +3,11 @@
 #include <iterator>
 #include <utility>
 
-#include "parameter_server/server-inl.h"
+#include "parameter_server/partner.h"
 
 namespace ringreduce::parameter_server {
 
-bool Server::NearPartner::send(std::span<const int> descriptors) {
+bool NearPartner::send(std::span<const int> descriptors) {
   const char some = 0;
   for (; !descriptors.empty(); descriptors = descriptors.subspan(std::min(kMostDescriptors, descriptors.size())))
     if (!send_message(passage.get(), &some, sizeof some,
@@ -16,7 +16,7 @@ bool Server::NearPartner::send(std::span<const int> descriptors) {
   return true;
 }
 
-bool Server::NearPartner::read(Entry& entry) {
+bool NearPartner::read(Entry& entry) {
   if (!journal.read(entry.record, entry.bytes)) return false;
   entry.descriptors.clear();
   while (entry.descriptors.size() < entry.record.descriptors) {
@@ -35,7 +35,7 @@ bool Server::NearPartner::read(Entry& entry) {
   return true;
 }
 
-bool Server::FarPartner::progress() {
+bool FarPartner::progress() {
   const bool moved = wire.connections().progress();
   wire.beat();
   if (is_silent || wire.take_lost().empty()) return moved;

@@ -1,30 +1,38 @@
-// The private parts of Server, for the files that implement it: server*.cpp, partners.cpp and turns.cpp.
+// The other one of a server and its backup, as each of the two sees it: the log between them, whether the other one has
+// ended, and how to wake it.
 #pragma once
 
 #include <algorithm>
 #include <deque>
-#include <exception>
 #include <functional>
 #include <memory>
-#include <mutex>
-#include <optional>
 #include <span>
 #include <string>
-#include <type_traits>
 #include <utility>
-#include <vector>
 
+#include "core/descriptors.h"
 #include "core/error.h"
 #include "parameter_server/journal_wire.h"
-#include "parameter_server/server.h"
 
 namespace ringreduce::parameter_server {
 
 // The server goes on without a backup that has done nothing for this long.
 inline constexpr Nanoseconds kBackupStands = 5 * kSecond;
 
-// What a server and its backup see of each other: the log, whether the other one has ended, and how to wake it.
-struct Server::Partner {
+// What a server and its backup on the same host tell each other; the receiver takes over the descriptors. Each of the
+// two is the other's partner.
+struct PartnerSpec {
+  int journal = -1;  // memfd, written by the server and read by the backup
+  int bell = -1;     // memfd
+  int values = -1;   // memfd
+  int pidfd = -1;
+  int passage = -1;  // a socket from the server to the backup, for messages with descriptors
+  // Of the backup; the server passes them on to workers as News.
+  std::size_t capacity = 0;
+  std::string name, address;
+};
+
+struct Partner {
   Partner() = default;
   explicit Partner(const PartnerSpec& spec)
       : name(spec.name),
@@ -96,7 +104,7 @@ struct Server::Partner {
 };
 
 // A partner on the same host.
-struct Server::NearPartner final : Partner {
+struct NearPartner final : Partner {
   // Maps the first `bytes` bytes of the partner's values.
   NearPartner(const PartnerSpec& spec, std::size_t bytes)
       : Partner(spec),
@@ -128,7 +136,7 @@ struct Server::NearPartner final : Partner {
 };
 
 // A partner that is reached by TCP: on another host, or on this one if the servers accept workers of other hosts.
-struct Server::FarPartner final : Partner {
+struct FarPartner final : Partner {
   FarPartner(Bell& bell, std::function<void()> on_silence, std::string its_name)
       : wire(bell), on_silence(std::move(on_silence)) {
     name = std::move(its_name);
@@ -160,35 +168,5 @@ struct Server::FarPartner final : Partner {
   const std::function<void()> on_silence;  // called once
   bool is_silent = false, takes_turns = false;
 };
-
-// Queues `body` for the next turn, and waits until it has been called. Returns what it returns, and throws what it
-// throws.
-template <class F>
-auto Server::order(F&& body) {
-  if constexpr (!std::is_void_v<std::invoke_result_t<F>>) {
-    std::optional<std::invoke_result_t<F>> result;
-    order([&] { result.emplace(body()); });
-    return std::move(*result);
-  }
-  std::exception_ptr failed;
-  bool done = false;
-  std::unique_lock lock(mutex_);
-  if (stopping_) throw Error(ErrorKind::aborted, "the server has been stopped");
-  orders_.push_back([&] {
-    try {
-      body();
-    } catch (...) {
-      failed = std::current_exception();
-    }
-    const std::lock_guard relock(mutex_);
-    done = true;
-    served_.notify_all();
-  });
-  has_orders_ = true;
-  bell_->ring();
-  served_.wait(lock, [&] { return done || stopped_; });
-  if (!done) throw Error(ErrorKind::aborted, "the server has been stopped");
-  if (failed) std::rethrow_exception(failed);
-}
 
 }  // namespace ringreduce::parameter_server
