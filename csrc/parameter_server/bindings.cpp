@@ -150,19 +150,24 @@ py::array_t<std::uint8_t> array_of(std::byte* memory, std::size_t bytes, std::fu
   return py::array_t<std::uint8_t>(static_cast<py::ssize_t>(bytes), reinterpret_cast<std::uint8_t*>(memory), owner);
 }
 
-// A method whose first argument is a Python function, which the server's thread calls.
-template <class... Rest>
-auto with_callback(void (Server::*method)(std::function<void()>, Rest...)) {
-  return [method](Server& server, std::function<void()> function, Rest... rest) {
-    const auto call = [function = std::move(function)] {
-      const py::gil_scoped_acquire gil;
-      try {
-        function();
-      } catch (py::error_already_set& error) {
-        error.discard_as_unraisable("a parameter server's callback");
-      }
-    };
-    (server.*method)(call, std::move(rest)...);
+// A partner that is reached by TCP; `function` is called by the server's thread.
+std::unique_ptr<Partner> far_partner(Server& server, std::function<void()> function, std::string name) {
+  const auto call = [function = std::move(function)] {
+    const py::gil_scoped_acquire gil;
+    try {
+      function();
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable("a parameter server's callback");
+    }
+  };
+  return std::make_unique<FarPartner>(server.bell_words(), call, std::move(name));
+}
+
+// A method that asks a server's replica.
+template <class R, class... Arguments>
+auto asks(R (Replica::*method)(Arguments...) const) {
+  return [method](Server& server, std::decay_t<Arguments>... arguments) {
+    return server.ask([&](const Replica& replica) { return (replica.*method)(arguments...); });
   };
 }
 
@@ -211,12 +216,12 @@ std::shared_ptr<Server> make_server(std::size_t capacity, PythonFunction functio
 }
 
 // A method that takes the members of a struct by their names.
-template <class Struct, class R>
-auto by_keywords(R (Server::*method)(const Struct&)) {
+template <class Struct, class Method>
+auto by_keywords(Method method) {
   return [method](Server& server, const py::kwargs& members) {
     const auto made = from_keywords<Struct>(members);
     const py::gil_scoped_release released;
-    return (server.*method)(made);
+    return std::invoke(method, server, made);
   };
 }
 
@@ -260,7 +265,7 @@ py::object next_piece(Server& server) {
   std::optional<Snapshot::Piece> piece;
   {
     const py::gil_scoped_release released;
-    piece = server.next_piece();
+    piece = server.ask([](Replica& replica) { return replica.blocks.next_piece(); });
   }
   if (!piece) return py::none();
   std::byte* const bytes = piece->bytes.release();
@@ -301,37 +306,53 @@ void bind_server(py::module_& m, Roots roots) {
              return make_server(capacity, std::move(update), backed_up, roots);
            }),
            py::arg("capacity"), py::arg("update"), py::arg("backed_up") = false)
-      .def("join", by_keywords(&Server::join))
+      .def("join", by_keywords<WorkerSpec>(&Server::join))
       .def("join_far", &Server::join_far, no_gil, py::kw_only(), py::arg("id"), py::arg("group"), py::arg("window"),
            py::arg("name") = "")
       .def("connect", &Server::connect, no_gil, py::arg("worker"), py::arg("socket"), py::arg("path"))
-      .def("create", by_keywords(&Server::create))
+      .def("create", by_keywords<BlockSpec>(&Server::create))
       .def_static("journal", [] { return Journal::make().release(); })
-      .def("lead", by_keywords(&Server::lead))
-      .def("follow", by_keywords<PartnerSpec>(&Server::follow))
-      .def("lead_far", with_callback(&Server::lead_far), no_gil, py::arg("on_silence"), py::arg("name") = "")
-      .def("follow_far", with_callback(&Server::follow_far), no_gil, py::arg("on_silence"))
+      .def("lead", by_keywords<PartnerSpec>([](Server& server, const PartnerSpec& backup) {
+             server.lead(std::make_unique<NearPartner>(backup, sizeof(ValuesHeader)));
+           }))
+      .def("follow", by_keywords<PartnerSpec>([](Server& server, const PartnerSpec& its) {
+             server.follow(std::make_unique<NearPartner>(its, memory_bytes(its.values)));
+           }))
+      .def(
+          "lead_far",
+          [](Server& server, std::function<void()> on_silence, std::string name) {
+            server.lead(far_partner(server, std::move(on_silence), std::move(name)));
+          },
+          no_gil, py::arg("on_silence"), py::arg("name") = "")
+      .def(
+          "follow_far",
+          [](Server& server, std::function<void()> on_silence) {
+            server.follow(far_partner(server, std::move(on_silence), {}));
+          },
+          no_gil, py::arg("on_silence"))
       .def("connect_partner", &Server::connect_partner, no_gil, py::arg("socket"), py::arg("path"))
       .def("decided", &Server::decided, no_gil, py::arg("goes_on"))
       .def("die_at", &Server::die_at, no_gil, py::arg("step"), py::arg("times"))
       .def("begin_snapshot", &begin_snapshot, no_gil)
       .def("next_piece", &next_piece)
       .def("lose", &Server::lose, no_gil, py::arg("worker"))
-      .def("awaited", &Server::awaited, no_gil, py::arg("block"))
-      .def("absent", &Server::absent, no_gil, py::arg("group"))
-      .def("failure", &Server::failure, no_gil, py::arg("block"))
+      .def("awaited", asks(&Replica::awaited), no_gil, py::arg("block"))
+      .def("absent", asks(&Replica::absent), no_gil, py::arg("group"))
+      .def("failure", asks(&Replica::failure), no_gil, py::arg("block"))
       .def("statistics", &statistics);
-  bind_properties(bound, "values", &Server::values, "bell", &Server::bell, "capacity", &Server::capacity, "leaves",
-                  &Server::leaves, "serves", &Server::serves, "has_ended", &Server::has_ended);
+  bind_properties(
+      bound, "values", &Server::values, "bell", [](Server& server) { return server.bell(); }, "capacity",
+      &Server::capacity, "leaves", &Server::leaves, "serves", &Server::serves, "has_ended", &Server::has_ended);
   using S = Server::Standing;
   bind_properties(bound, "backup_follows", standing(&S::backup_follows), "backup_starts", standing(&S::backup_starts),
                   "confirmed", standing(&S::confirmed), "is_heir", standing(&S::is_heir), "turn", standing(&S::turn),
                   "has_backup", standing(&S::has_backup));
-  bind_methods(bound, "count_backup", &Server::count_backup, "abandon_backup", &Server::abandon_backup, "freeze",
-               &Server::freeze, "unfreeze", &Server::unfreeze, "leave_to_backup", &Server::leave_to_backup,
-               "serve_alone", &Server::serve_alone, "notes", &Server::notes, "holds_back", &Server::holds_back,
-               "end_snapshot", &Server::end_snapshot, "missing", &Server::missing, "workers", &Server::workers, "stop",
-               &Server::stop);
+  bind_methods(
+      bound, "count_backup", &Server::count_backup, "abandon_backup", &Server::abandon_backup, "freeze",
+      &Server::freeze, "unfreeze", &Server::unfreeze, "leave_to_backup", &Server::leave_to_backup, "serve_alone",
+      &Server::serve_alone, "notes", asks(&Replica::notes), "holds_back", &Server::holds_back, "end_snapshot",
+      [](Server& server) { server.ask([](Replica& replica) { replica.blocks.end_snapshot(); }); }, "missing",
+      &Server::missing, "workers", asks(&Replica::workers), "stop", [](Server& server) { server.stop(); });
 }
 
 bool went_well(const Call& call) {

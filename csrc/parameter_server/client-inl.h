@@ -130,7 +130,7 @@ struct Client::Hold {
   Hold& operator=(const Hold&) = delete;
 
   WorkerWire* const wire;
-  Server::Turns turns;
+  Turns::Guest turns;
   Lock lock;
 };
 

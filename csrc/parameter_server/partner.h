@@ -165,7 +165,9 @@ struct FarPartner final : Partner {
   }
 
   JournalWire wire;
-  const std::function<void()> on_silence;  // called once
+  // Called once, in the thread that takes its turns, when the partner can no longer be reached. From then on the server
+  // answers nothing until Server::decided() tells it which of the two goes on.
+  const std::function<void()> on_silence;
   bool is_silent = false, takes_turns = false;
 };
 

@@ -90,6 +90,28 @@ Request Replica::request_of(WorkerId worker, const RequestSlot& slot, std::share
   return request;
 }
 
+std::vector<WorkerId> Replica::awaited(BlockId block) const {
+  if (!blocks.have(block)) return {};
+  const Mode& mode = shard.mode(block);
+  if (mode.consistency == Consistency::sync) return shard.awaited(block);
+  return mode.consistency == Consistency::ssp ? shard.slowest(mode.group) : std::vector<WorkerId>();
+}
+
+std::map<WorkerId, std::pair<std::string, std::string>> Replica::workers() const {
+  std::map<WorkerId, std::pair<std::string, std::string>> found;
+  const std::map<WorkerId, std::uint64_t> members = shard.clocks();
+  for (const auto& [worker, port] : ports)
+    if (members.count(worker) > 0) found[worker] = {port->spec.group, port->spec.name};
+  return found;
+}
+
+std::vector<std::tuple<std::string, BlockId, std::size_t>> Replica::notes() const {
+  std::vector<std::tuple<std::string, BlockId, std::size_t>> found;
+  for (BlockId id = 0; id < blocks.size(); ++id)
+    found.emplace_back(blocks[id].spec.note, id, blocks.offset(blocks[id]));
+  return found;
+}
+
 // ---- The state ----------------------------------------------------------------------------------------------------
 
 // Only on one host: workers connect to a backup that is reached by TCP themselves.

@@ -48,6 +48,17 @@ struct Replica {
   // Without the content of blocks that are updated in place.
   void visit(StateArchive& archive);
 
+  // The workers that the block waits for: in sync those missing in the open round, in ssp those with the lowest clock.
+  std::vector<WorkerId> awaited(BlockId block) const;
+  // The members of the group that have not come to its barrier.
+  std::vector<WorkerId> absent(const std::string& group) const { return shard.absent(group); }
+  // Group and name of each worker that takes part.
+  std::map<WorkerId, std::pair<std::string, std::string>> workers() const;
+  // Why the latest update of the block failed; "" if it did not.
+  std::string failure(BlockId block) const { return blocks.have(block) ? blocks[block].failure : std::string(); }
+  // Note, id and offset of every block, in the order of their creation.
+  std::vector<std::tuple<std::string, BlockId, std::size_t>> notes() const;
+
   // This process kills itself when it passes `step` for the `times`-th time.
   void die_at(Step step, std::uint64_t times) { last_step_ = step, steps_left_ = times; }
   void pass(Step step) {

@@ -23,13 +23,10 @@ constexpr Nanoseconds kBackupSilent = 30 * kSecond;
 Server::Server(std::size_t capacity, Hooks hooks, bool backed_up)
     : backed_up_(backed_up),
       hooks_(std::move(hooks)),
-      bell_fd_(make_memory("ringreduce bell", sizeof(Bell))),
-      bell_memory_(std::make_unique<Mapping>(bell_fd_.get(), sizeof(Bell), true)),
-      bell_(reinterpret_cast<Bell*>(bell_memory_->at())),
-      wire_(std::make_unique<ServerWire>(*bell_)),
+      wire_(std::make_unique<ServerWire>(bell_words())),
       replica_(capacity, hooks_.roots, hooks_.update) {
   header().serves = 1;
-  thread_ = start_thread([this] { run(); });
+  start();
 }
 
 Server::~Server() {
@@ -39,33 +36,9 @@ Server::~Server() {
   static_cast<void>(wire_.release());
   static_cast<void>(backup_.release());
   static_cast<void>(followed_.release());
-  if (thread_.joinable()) new std::thread(std::move(thread_));
 }
 
-void Server::stop() {
-  if (fork_.forked()) return;
-  {
-    const std::lock_guard lock(mutex_);
-    stopping_ = true;
-    has_orders_ = true;
-  }
-  bell_->ring();
-  const std::lock_guard ending(ending_);
-  if (thread_.joinable()) thread_.join();
-}
-
-// ---- Orders of other threads --------------------------------------------------------------------------------------
-
-bool Server::serve_orders() {
-  if (!has_orders_.exchange(false)) return false;
-  std::deque<std::function<void()>> orders;
-  {
-    const std::lock_guard lock(mutex_);
-    orders.swap(orders_);
-  }
-  for (const auto& each : orders) each();
-  return true;
-}
+// ---- Orders of other threads ---------------------------------------------------------------------------------------
 
 void Server::join(const WorkerSpec& spec) {
   auto made = std::make_unique<NearPort>(spec);
@@ -162,7 +135,7 @@ std::pair<BlockId, std::size_t> Server::create(const BlockSpec& wanted) {
 
 // ---- The thread ---------------------------------------------------------------------------------------------------
 
-void Server::say_ended() {
+void Server::close() {
   serves_ = false;  // the backup may take over now, so later turns must not serve
   held_.clear();
   header().ended.store(1, std::memory_order_seq_cst);
@@ -173,11 +146,6 @@ void Server::say_ended() {
   }
   ring(replica_.ports);
   if (has_far_) wire_->connections().hand_over(true);
-  {
-    const std::lock_guard lock(mutex_);
-    stopped_ = true;
-    served_.notify_all();
-  }
   backup_.reset();  // a partner on another host is told that this one leaves
   followed_.reset();
   wire_->connections().leave();
@@ -190,7 +158,7 @@ void Server::fall(const std::exception& error) {
   serves_ = false;
   replica_.decided = {};
   kept_back_.clear();
-  stopping_ = true;
+  end_thread();
 }
 
 void Server::decide(const Message& message) {

@@ -31,8 +31,6 @@ constexpr Nanoseconds kMissing = 10 * kSecond;        // workers must come to a 
 
 // ---- The server ---------------------------------------------------------------------------------------------------
 
-void Server::lead(const PartnerSpec& backup) { lead(std::make_unique<NearPartner>(backup, sizeof(ValuesHeader))); }
-
 void Server::lead(std::unique_ptr<Partner> partner) {
   order([&] {
     if (!serves_) throw Error(ErrorKind::invalid_argument, "this server is a backup, and has not taken over");
@@ -87,7 +85,7 @@ void Server::tell(Port& port) {
   (backup != nullptr ? backup->address : address_).copy(news.address, News::kText - 1);
   const FileDescriptor mine = backup != nullptr ? FileDescriptor() : own_pidfd();
   const int given[] = {backup != nullptr ? backup->values_fd.get() : values(),
-                       backup != nullptr ? backup->bell_fd.get() : bell_fd_.get(),
+                       backup != nullptr ? backup->bell_fd.get() : bell(),
                        backup != nullptr ? backup->pidfd.get() : mine.get()};
   port.tell(news, given);
 }
@@ -152,7 +150,7 @@ bool Server::wait_for_room(std::size_t bytes) {
       drop_backup();
       return true;
     }
-    if (stopping_) serves_ = false;  // the backup takes over without this message
+    if (stopping()) serves_ = false;  // the backup takes over without this message
     if (!serves_) return false;
     sched_yield();
   }
@@ -182,10 +180,6 @@ bool Server::release_held() {
 }
 
 // ---- The backup ---------------------------------------------------------------------------------------------------
-
-void Server::follow(const PartnerSpec& server) {
-  follow(std::make_unique<NearPartner>(server, memory_bytes(server.values)));
-}
 
 void Server::follow(std::unique_ptr<Partner> partner) {
   order([&] {
@@ -232,7 +226,7 @@ void Server::look_for_heir() {
   if (heir == nullptr || heir->far()) return;
   const bool has_ended = heir->ended(), has_backup = heir->header().backup.load(std::memory_order_seq_cst) != 0;
   if (heir->header().serves.load(std::memory_order_seq_cst) != 0 || (has_ended && has_backup)) {
-    bell_->over.store(1, std::memory_order_seq_cst);
+    bell_words().over.store(1, std::memory_order_seq_cst);
     be_replaced();
   } else if (has_ended) {
     come_back();
@@ -260,7 +254,7 @@ bool Server::follow_on() {
   bool moved = false;
   try {
     moved = repeat_all(false);
-    if (!moved && !has_orders_) look_for_partner();
+    if (!moved && !has_orders()) look_for_partner();
   } catch (const std::exception& error) {
     give_up(error.what());
     return true;
@@ -273,7 +267,7 @@ bool Server::follow_on() {
 bool Server::repeat_all(bool all) {
   bool moved = false;
   followed_->server->acknowledge();
-  while (all || !has_orders_) {
+  while (all || !has_orders()) {
     const auto kind = followed_->repeat_next();
     if (!kind) break;
     moved = true;

@@ -31,10 +31,6 @@
 
 namespace ringreduce::parameter_server {
 
-void Server::lead_far(std::function<void()> on_silence, std::string name) {
-  lead(std::make_unique<FarPartner>(*bell_, std::move(on_silence), std::move(name)));
-}
-
 void Server::count_backup() {
   order([&] {
     if (backup_ == nullptr || !backup_->far()) return;
@@ -69,10 +65,6 @@ std::uint64_t Server::freeze() {
 
 void Server::unfreeze() {
   order([&] { frozen_ = false; });
-}
-
-void Server::follow_far(std::function<void()> on_silence) {
-  follow(std::make_unique<FarPartner>(*bell_, std::move(on_silence), std::string()));
 }
 
 // Whether the journal up to `position` will outlive this server, or there is no backup.

@@ -1,40 +1,7 @@
 // What other threads ask a server.
-#include <unistd.h>
-
-#include <csignal>
-
 #include "parameter_server/server.h"
 
 namespace ringreduce::parameter_server {
-
-std::vector<WorkerId> Server::awaited(BlockId block) {
-  std::vector<WorkerId> found;
-  order([&] {
-    if (!replica_.blocks.have(block)) return;
-    const Mode& mode = replica_.shard.mode(block);
-    if (mode.consistency == Consistency::sync) found = replica_.shard.awaited(block);
-    if (mode.consistency == Consistency::ssp) found = replica_.shard.slowest(mode.group);
-  });
-  return found;
-}
-
-std::vector<WorkerId> Server::absent(const std::string& group) {
-  return order([&] { return replica_.shard.absent(group); });
-}
-
-std::map<WorkerId, std::pair<std::string, std::string>> Server::workers() {
-  return order([&] {
-    std::map<WorkerId, std::pair<std::string, std::string>> found;
-    const std::map<WorkerId, std::uint64_t> members = replica_.shard.clocks();
-    for (const auto& [worker, port] : replica_.ports)
-      if (members.count(worker) > 0) found[worker] = {port->spec.group, port->spec.name};
-    return found;
-  });
-}
-
-std::string Server::failure(BlockId block) {
-  return order([&] { return replica_.blocks.have(block) ? replica_.blocks[block].failure : std::string(); });
-}
 
 Server::Statistics Server::statistics() {
   Statistics now;
@@ -73,15 +40,6 @@ bool Server::leaves() { return header().leaves.load(std::memory_order_seq_cst) !
 bool Server::serves() { return header().serves.load(std::memory_order_seq_cst) != 0; }
 bool Server::has_ended() { return header().ended.load(std::memory_order_seq_cst) != 0; }
 
-std::vector<std::tuple<std::string, BlockId, std::size_t>> Server::notes() {
-  return order([&] {
-    std::vector<std::tuple<std::string, BlockId, std::size_t>> found;
-    for (BlockId id = 0; id < replica_.blocks.size(); ++id)
-      found.emplace_back(replica_.blocks[id].spec.note, id, replica_.blocks.offset(replica_.blocks[id]));
-    return found;
-  });
-}
-
 std::vector<WorkerId> Server::missing() {
   return order([&] { return serves_ && missing_until_ != kForever ? without_connection() : std::vector<WorkerId>(); });
 }
@@ -93,14 +51,6 @@ std::vector<Snapshot::Entry> Server::begin_snapshot() {
     carry_out();  // brings the values in line with the versions of the shard
     return replica_.blocks.begin_snapshot(replica_.shard);
   });
-}
-
-std::optional<Snapshot::Piece> Server::next_piece() {
-  return order([&] { return replica_.blocks.next_piece(); });
-}
-
-void Server::end_snapshot() {
-  order([&] { replica_.blocks.end_snapshot(); });
 }
 
 // ---- For tests ----------------------------------------------------------------------------------------------------

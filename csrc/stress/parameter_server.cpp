@@ -200,7 +200,8 @@ void snapshots(int pushes, Over over) {
       std::size_t pieces = 0;
       for (const auto& entry : server.begin_snapshot()) pieces += entry.rows == 0 || entry.rows == ids.size();
       check(pieces == party.parts.size() + 1, "a snapshot has other blocks");
-      for (auto piece = server.next_piece(); piece.has_value(); piece = server.next_piece(), --pieces) {
+      const auto next = [&] { return server.ask([](ps::Replica& its) { return its.blocks.next_piece(); }); };
+      for (auto piece = next(); piece.has_value(); piece = next(), --pieces) {
         const bool of_rows = piece->block == party.table.blocks[0];
         const std::byte* at = piece->bytes.get() + piece->rows * sizeof(std::int64_t);
         const std::size_t size = of_rows ? sizeof(float) : sizeof(std::int64_t);
@@ -209,7 +210,7 @@ void snapshots(int pushes, Over over) {
           check(std::memcmp(each, at, size) == 0, "a snapshot is of two moments");
       }
       check(pieces == 0, "a block is in a snapshot twice, or not at all");
-      server.end_snapshot();
+      server.ask([](ps::Replica& its) { its.blocks.end_snapshot(); });
     }
   });
 }

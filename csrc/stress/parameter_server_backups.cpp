@@ -40,9 +40,13 @@ void make_backup(ps::Server& server, ps::Server& backup) {
   int passage[2];
   check(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, passage) == 0, "no sockets");
   backup.follow(
-      {dup(journal.get()), dup(server.bell()), dup(server.values()), own_pidfd().release(), passage[1], 0, "", ""});
-  server.lead({dup(journal.get()), dup(backup.bell()), dup(backup.values()), own_pidfd().release(), passage[0],
-               backup.capacity(), "the backup", ""});
+      std::make_unique<ps::NearPartner>(ps::PartnerSpec{dup(journal.get()), dup(server.bell()), dup(server.values()),
+                                                        own_pidfd().release(), passage[1], 0, "", ""},
+                                        server.capacity()));
+  server.lead(std::make_unique<ps::NearPartner>(
+      ps::PartnerSpec{dup(journal.get()), dup(backup.bell()), dup(backup.values()), own_pidfd().release(), passage[0],
+                      backup.capacity(), "the backup", ""},
+      sizeof(ps::ValuesHeader)));
   wait_for([&] { return server.standing().has_backup; }, "the new backup has not got all");
 }
 
@@ -122,10 +126,12 @@ struct Pair {
   }
 
   void tie_far() {
-    backup->follow_far([this, its = backup.get()] { decider = std::thread([its] { its->decided(true); }); });
-    server->lead_far([this, its = server.get()] {
+    const auto backup_decides = [this, its = backup.get()] { decider = std::thread([its] { its->decided(true); }); };
+    const auto server_decides = [this, its = server.get()] {
       if (its->leaves()) loser = std::thread([its] { its->decided(false); });
-    });
+    };
+    backup->follow(std::make_unique<ps::FarPartner>(backup->bell_words(), backup_decides, ""));
+    server->lead(std::make_unique<ps::FarPartner>(server->bell_words(), server_decides, "the backup"));
     for (int i = 0; i < 2; ++i) {
       const auto [one, other] = connection();
       server->connect_partner(one, "to the backup");
@@ -211,7 +217,7 @@ void lies_in_the_journal() {
   const FrameHeader right{.kind = kPushed, .bytes = kSome, .total = kSome};
   const FrameHeader longer{.kind = kPushed, .bytes = kSome, .seq = 4096, .total = 8192};
   const std::shared_ptr<ps::Server> backup = new_server();
-  backup->follow_far([] {});
+  backup->follow(std::make_unique<ps::FarPartner>(backup->bell_words(), [] {}, ""));
   const auto [one, other] = connection();
   const FileDescriptor end(one);
   backup->connect_partner(other, "to a liar");

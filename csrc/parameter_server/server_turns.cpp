@@ -1,0 +1,87 @@
+// What a server does in a turn.
+#include <algorithm>
+#include <exception>
+
+#include "core/float_environment.h"
+#include "parameter_server/server.h"
+
+namespace ringreduce::parameter_server {
+namespace {
+
+constexpr Nanoseconds kLookEvery = 20 * kMillisecond;   // between checks for processes that have ended
+constexpr Nanoseconds kFollowEvery = 5 * kMillisecond;  // between a backup's checks of the process of its server
+
+}  // namespace
+
+void Server::begin_turns() {
+  if (has_far_) wire_->connections().take_over();
+  if (backup_ != nullptr) backup_->begin_turns();
+  if (followed_ != nullptr) followed_->server->begin_turns();
+}
+
+void Server::end_turns() {
+  if (has_far_) wire_->connections().hand_over(true);
+  if (backup_ != nullptr) backup_->end_turns();
+  if (followed_ != nullptr) followed_->server->end_turns();
+}
+
+bool Server::polls() const {
+  return followed_ == nullptr || followed_->server->far() || replica_.blocks.have_own_bytes();
+}
+
+Nanoseconds Server::most_sleep() const { return followed_ == nullptr ? kForever : kFollowEvery; }
+
+// How long until a Tick is due.
+Nanoseconds Server::due_in() const {
+  const Nanoseconds due = serves_ && !frozen_ ? replica_.shard.due_in() : kForever;
+  return due == kForever ? kForever : std::max<Nanoseconds>(0, due - (ringreduce::now() - replica_.stepped));
+}
+
+// An exception ends this server. Its process, which may be a worker's, goes on.
+bool Server::turn(bool may_call_python) {
+  try {
+    return serve(may_call_python);
+  } catch (const std::exception& error) {
+    fall(error);
+    return true;
+  }
+}
+
+bool Server::serve(bool may_call_python) {
+  const DefaultFloatEnvironment environment;
+  bool moved = serve_orders();
+  moved |= partners_move();
+  if (followed_ != nullptr && !is_heir_) moved |= follow_on();
+  if (!holds_back()) moved |= take_requests();
+  if (has_far_) moved |= take_frames();
+  if (due_in() == 0) decide(Tick{});
+  moved |= !replica_.decided.empty();
+  left_for_thread_ =
+      !may_call_python && std::any_of(replica_.decided.operations.begin(), replica_.decided.operations.end(),
+                                      [this](const auto& each) { return replica_.blocks.by_python(each); });
+  if (!left_for_thread_) carry_out();
+  moved |= release_held();
+  moved |= give_blocks(moved);
+  look_for_ended();
+  return moved;
+}
+
+void Server::look_for_ended() {
+  const Nanoseconds t = ringreduce::now();
+  if (t - looked_ < kLookEvery) return;
+  looked_ = t;
+  if (leaves()) return look_for_heir();
+  if (!serves_) return;
+  lose_missing();
+  if (backup_ != nullptr && (backup_->ended() || backup_->stands())) drop_backup();
+  for (auto each = replica_.ports.begin(); each != replica_.ports.end();) {
+    const auto& [worker, port] = *each++;
+    if (port->untold) tell(*port);
+    if (!port->ended()) continue;
+    if (port->alive) end(*port);
+    carry_out();
+    replica_.ports.erase(WorkerId(worker));
+  }
+}
+
+}  // namespace ringreduce::parameter_server

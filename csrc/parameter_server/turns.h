@@ -1,0 +1,132 @@
+// Turns at an object, for one thread at a time: a thread of the object's own or, while it waits, a thread of the same
+// process. Then no other thread has to wake up between a request and its reply. Whoever takes a turn has the object for
+// itself, so there are no locks inside. Calls of all other threads are queued until the next turn (order()).
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <type_traits>
+#include <utility>
+
+#include "core/error.h"
+#include "core/fork.h"
+#include "parameter_server/shared.h"
+
+namespace ringreduce::parameter_server {
+
+class Turns {
+ public:
+  Turns();
+  // stop() must have been called.
+  virtual ~Turns();
+
+  int bell() const { return bell_fd_.get(); }
+  Bell& bell_words() const { return *reinterpret_cast<Bell*>(bell_memory_.at()); }
+
+  // Has a turn call `body`, and waits for that. Returns what it returns, and throws what it throws, or Error(aborted)
+  // after stop().
+  template <class F>
+  auto order(F&& body);
+  // Ends the thread. Idempotent; every caller returns after the thread has ended.
+  void stop();
+
+  // Lets a waiting thread of this process take turns, as long as no other thread does.
+  class Guest {
+   public:
+    explicit Guest(Turns* of) : of_(of) {}  // nullptr: there is nothing to take turns at
+    ~Guest() { leave(); }
+    Guest(const Guest&) = delete;
+    Guest& operator=(const Guest&) = delete;
+
+    // Takes a turn if it can; returns whether there was something to do. What calls Python is left to the object's own
+    // thread, since it may outlast the timeout of the wait.
+    bool take();
+    // Lets others take turns. Called before the thread sleeps.
+    void leave();
+
+   private:
+    Turns* const of_;
+    bool holds_ = false, waits_ = false;
+  };
+
+ protected:
+  void start();  // the thread
+
+  // This thread takes turns from now on, or no longer.
+  virtual void begin_turns() = 0;
+  virtual void end_turns() = 0;
+  // Returns whether there was something to do. Throws nothing. `left_for_thread` is set if something was left since
+  // Python may not be called.
+  virtual bool turn(bool may_call_python) = 0;
+  // How long until a turn is due.
+  virtual Nanoseconds due_in() const = 0;
+  // Whether the thread polls for a while before it sleeps, and how long it sleeps at most.
+  virtual bool polls() const = 0;
+  virtual Nanoseconds most_sleep() const = 0;
+  // Called last, by the thread.
+  virtual void close() = 0;
+
+  bool serve_orders();
+  bool has_orders() const { return has_orders_; }
+  bool stopping() const { return stopping_; }
+  // Has the thread end after this turn.
+  void end_thread() { stopping_ = true; }
+
+  std::atomic<bool> left_for_thread_ = false;
+  const ForkMark fork_;
+
+ private:
+  void run();
+  void begin();
+  std::uint32_t end();
+
+  const FileDescriptor bell_fd_;
+  const Mapping bell_memory_;
+  std::mutex turning_;            // held by the thread that takes turns
+  std::atomic<int> waiting_ = 0;  // threads that would like to take turns
+
+  std::mutex mutex_;  // guards orders_ and stopped_
+  std::condition_variable served_;
+  std::deque<std::function<void()>> orders_;
+  std::atomic<bool> has_orders_ = false;
+  std::atomic<bool> stopping_ = false;
+  bool stopped_ = false;
+  std::mutex ending_;  // held in stop(), which several threads may call
+  std::thread thread_;
+};
+
+template <class F>
+auto Turns::order(F&& body) {
+  if constexpr (!std::is_void_v<std::invoke_result_t<F>>) {
+    std::optional<std::invoke_result_t<F>> result;
+    order([&] { result.emplace(body()); });
+    return std::move(*result);
+  }
+  std::exception_ptr failed;
+  bool done = false;
+  std::unique_lock lock(mutex_);
+  if (stopping_) throw Error(ErrorKind::aborted, "the server has been stopped");
+  orders_.push_back([&] {
+    try {
+      body();
+    } catch (...) {
+      failed = std::current_exception();
+    }
+    const std::lock_guard relock(mutex_);
+    done = true;
+    served_.notify_all();
+  });
+  has_orders_ = true;
+  bell_words().ring();
+  served_.wait(lock, [&] { return done || stopped_; });
+  if (!done) throw Error(ErrorKind::aborted, "the server has been stopped");
+  if (failed) std::rethrow_exception(failed);
+}
+
+}  // namespace ringreduce::parameter_server
