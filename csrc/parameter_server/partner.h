@@ -16,9 +16,6 @@
 
 namespace ringreduce::parameter_server {
 
-// The server goes on without a backup that has done nothing for this long.
-inline constexpr Nanoseconds kBackupStands = 5 * kSecond;
-
 // What a server and its backup on the same host tell each other; the receiver takes over the descriptors. Each of the
 // two is the other's partner.
 struct PartnerSpec {
@@ -78,11 +75,7 @@ struct Partner {
   virtual bool silent() const { return false; }
   // Whether the partner is reached by TCP. Then the journal has no bound, and workers connect to the backup themselves.
   virtual bool far() const { return false; }
-  // For a backup: whether it would take over if this server ended.
-  bool counts() const { return is_counted; }
   bool is_there() const { return !ended() && !silent(); }
-  // Whether a backup on this host has not taken for so long what it was given that the server should go on without it.
-  bool stands() const { return !far() && !counts() && !under_way.empty() && now() - took > kBackupStands; }
   // Drives the connections. Called in every turn; returns whether there was something to do.
   virtual bool progress() { return false; }
   virtual void begin_turns() {}
@@ -91,16 +84,6 @@ struct Partner {
   std::string name, address;  // of a backup: for messages, and of its socket for control messages
   std::size_t capacity = 0;
   FileDescriptor values_fd, bell_fd, pidfd;  // of a partner on this host
-  std::uint32_t number = 0;                  // of a backup on this host: its number in ValuesHeader::backup
-  bool is_counted = false;
-  // For a backup that does not count yet and is being given blocks (server_state.cpp):
-  BlockId next = 0, end = 0;              // blocks [next, end) are still to be given
-  std::size_t piece = 0;                  // of block `next`: the next to be given
-  bool hurries = false;                   // requests wait until all has been given
-  std::deque<std::uint64_t> under_way;    // positions in the journal after the blocks that it has not taken yet
-  Nanoseconds gave = 0, rests_until = 0;  // when the latest was given; while there are requests, none before this
-  Nanoseconds took = 0;                   // when it took a block, or was given one after it had taken all
-  std::uint64_t given_at = 0;             // position in the journal after all had been given
 };
 
 // A partner on the same host.

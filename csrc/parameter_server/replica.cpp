@@ -105,6 +105,13 @@ std::map<WorkerId, std::pair<std::string, std::string>> Replica::workers() const
   return found;
 }
 
+std::vector<WorkerId> Replica::without_port() const {
+  std::vector<WorkerId> found;
+  for (const auto& [worker, clock] : shard.clocks())
+    if (find(ports, worker) == nullptr) found.push_back(worker);
+  return found;
+}
+
 std::vector<std::tuple<std::string, BlockId, std::size_t>> Replica::notes() const {
   std::vector<std::tuple<std::string, BlockId, std::size_t>> found;
   for (BlockId id = 0; id < blocks.size(); ++id)

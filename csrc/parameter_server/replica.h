@@ -54,6 +54,8 @@ struct Replica {
   std::vector<WorkerId> absent(const std::string& group) const { return shard.absent(group); }
   // Group and name of each worker that takes part.
   std::map<WorkerId, std::pair<std::string, std::string>> workers() const;
+  // The members that have not connected.
+  std::vector<WorkerId> without_port() const;
   // Why the latest update of the block failed; "" if it did not.
   std::string failure(BlockId block) const { return blocks.have(block) ? blocks[block].failure : std::string(); }
   // Note, id and offset of every block, in the order of their creation.

@@ -1,5 +1,6 @@
 #include "parameter_server/server.h"
 
+#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -16,7 +17,7 @@ namespace ringreduce::parameter_server {
 namespace {
 
 // create() fails when the backup has not confirmed the block for this long.
-constexpr Nanoseconds kBackupSilent = 30 * kSecond;
+constexpr Nanoseconds kBackupSilent = 30 * kSecond, kNearSilent = 5 * kSecond;
 
 }  // namespace
 
@@ -34,8 +35,8 @@ Server::~Server() {
   if (!fork_.forked()) return;
   // In a forked child: the threads of these objects run in the parent only, so they must not be destroyed here.
   static_cast<void>(wire_.release());
-  static_cast<void>(backup_.release());
-  static_cast<void>(followed_.release());
+  static_cast<void>(leader_.release());
+  static_cast<void>(follower_.release());
 }
 
 // ---- Orders of other threads ---------------------------------------------------------------------------------------
@@ -51,7 +52,7 @@ void Server::join(const WorkerSpec& spec) {
       if (!known->far() && same_file(known->window->memory_fd.get(), made->window->memory_fd.get())) return;
       throw Error(ErrorKind::invalid_argument, "there is a worker " + std::to_string(spec.id) + " already");
     }
-    give_worker(*made);
+    if (leader_ != nullptr) leader_->introduce(*made);
     Port& port = *replica_.ports.emplace(spec.id, std::move(made)).first->second;
     decide(Join{spec.id, spec.group});
     tell(port);
@@ -66,7 +67,7 @@ void Server::join_far(WorkerId id, const std::string& group, std::size_t window,
       throw Error(ErrorKind::invalid_argument, "there is a worker " + std::to_string(id) + " already");
     if (only_near_)
       throw Error(ErrorKind::invalid_argument, "this server has a backup, or was one: its workers are on its host");
-    if (!serves_ && followed_ == nullptr) throw Error(ErrorKind::aborted, "this server has ended");
+    if (!serves_ && follower_ == nullptr) throw Error(ErrorKind::aborted, "this server has ended");
     if (replica_.shard.gave_up(id))
       throw Error(ErrorKind::invalid_argument,
                   "worker " + std::to_string(id) + " was out of reach, and has been given up");
@@ -88,7 +89,7 @@ void Server::lose(WorkerId worker) {
     Port* const port = find(replica_.ports, worker);
     if (port == nullptr) return;
     port->gone = true;
-    if (serves_ || followed_ == nullptr) forget_gone();  // to a backup, the journal may bring more requests of it
+    if (serves_ || follower_ == nullptr) forget_gone();  // to a backup, the journal may bring more requests of it
   });
 }
 
@@ -102,13 +103,13 @@ std::pair<BlockId, std::size_t> Server::create(const BlockSpec& wanted) {
   const auto make = [&] {
     if (!serves_ && (place || has_ended())) throw Error(ErrorKind::aborted, "the server has been stopped");
     if (!serves_) throw Error(ErrorKind::invalid_argument, "this server is a backup, and has not taken over");
-    if (backup_ != nullptr && !spec.rule.native(spec.dtype))
+    if (leader_ != nullptr && !spec.rule.native(spec.dtype))
       throw Error(ErrorKind::invalid_argument,
                   "an update that Python computes has no backup: found the parameter server with backups=0, or use "
                   "another update or dtype");
     if (!place && frozen_) return;
-    if (!place && backup_ != nullptr && !backup_->ended() && !may_write_down(spec)) {
-      const std::uint64_t before = std::exchange(seen, backup_->carried_out());
+    if (!place && leader_ != nullptr && !leader_->backup->ended() && !leader_->has_room_for(spec)) {
+      const std::uint64_t before = std::exchange(seen, leader_->backup->carried_out());
       if (seen != before) since = ringreduce::now();
       return;
     }
@@ -117,13 +118,13 @@ std::pair<BlockId, std::size_t> Server::create(const BlockSpec& wanted) {
       place.emplace(id, replica_.blocks.offset(replica_.blocks[id]));
       decide(Create{spec.mode, spec.width > 0});
       if (!serves_) throw Error(ErrorKind::aborted, "the server has been stopped");
-      written = backup_ == nullptr ? 0 : backup_->written();
+      written = leader_ == nullptr ? 0 : leader_->backup->written();
     }
-    kept = is_kept(written);
+    kept = leader_ == nullptr || leader_->kept_until() >= written;
   };
   order(make);
   while (!kept) {  // polls, so that the server can take turns while the backup catches up
-    const Nanoseconds patience = place || !only_near_ ? kBackupSilent : kBackupStands;
+    const Nanoseconds patience = place || !only_near_ ? kBackupSilent : kNearSilent;
     if (ringreduce::now() - since > patience)
       throw Error(ErrorKind::system, "the server's backup has done nothing for " + std::to_string(patience / kSecond) +
                                          " s, so there can be no more keys: has its process been stopped?");
@@ -137,53 +138,64 @@ std::pair<BlockId, std::size_t> Server::create(const BlockSpec& wanted) {
 
 void Server::close() {
   serves_ = false;  // the backup may take over now, so later turns must not serve
-  held_.clear();
+  unconfirmed_ = {};
   header().ended.store(1, std::memory_order_seq_cst);
-  for (Partner* const partner : {backup_.get(), followed_ == nullptr ? nullptr : followed_->server.get()}) {
+  for (Partner* const partner : {leader_ == nullptr ? nullptr : leader_->backup.get(),
+                                 follower_ == nullptr ? nullptr : follower_->server.get()}) {
     if (partner == nullptr) continue;
     partner->ring();
     partner->end_turns();
   }
   ring(replica_.ports);
   if (has_far_) wire_->connections().hand_over(true);
-  backup_.reset();  // a partner on another host is told that this one leaves
-  followed_.reset();
+  leader_.reset();  // a partner on another host is told that this one leaves
+  follower_.reset();
   wire_->connections().leave();
 }
 
 // Ends this server after an exception that leaves its state unknown. What a backup has got is in order, so it goes on.
 void Server::fall(const std::exception& error) {
   hooks_.warn("a server in process " + std::to_string(getpid()) + " has failed and ends" +
-              (backup_ != nullptr && backup_->counts() ? ", and its backup goes on: " : ": ") + error.what());
+              (leader_ != nullptr && leader_->counts ? ", and its backup goes on: " : ": ") + error.what());
   serves_ = false;
   replica_.decided = {};
-  kept_back_.clear();
+  unconfirmed_.drop_outputs();
   end_thread();
 }
 
 void Server::decide(const Message& message) {
   const Nanoseconds now = ringreduce::now(), elapsed = now - std::exchange(replica_.stepped, now);
-  if (backup_ == nullptr || write_down(message, elapsed)) replica_.decide(message, elapsed);
+  while (leader_ != nullptr && !leader_->write_down(message, elapsed)) {  // its backup is far behind
+    if (leader_->backup->ended()) {
+      drop_backup();
+      break;
+    }
+    if (stopping()) serves_ = false;  // the backup takes over without this message
+    if (!serves_) return;
+    sched_yield();
+  }
+  replica_.decide(message, elapsed);
 }
 
 void Server::carry_out() {
-  keep_back();
+  const std::uint64_t at = leader_ == nullptr ? 0 : leader_->backup->written();
+  // A backup on another host knows only what it has received, so nobody may see anything else (journal_wire.h).
+  const bool keeps_back = leader_ != nullptr && leader_->backup->far() && !leader_->gives();
+  replica_.decided =
+      unconfirmed_.next(std::exchange(replica_.decided, {}), at, keeps_back ? leader_->kept_until() : UINT64_MAX);
   if (replica_.decided.empty()) return;
   // Whether a table has room for new rows depends on the order of operations, which must be the same in a server and
   // its backup. So nothing is reordered if there are both a backup and a table.
-  const bool in_order = (backup_ != nullptr || replica_.turn > 0) && replica_.blocks.have_own_bytes();
-  const bool has_partner = backup_ != nullptr || followed_ != nullptr;
+  const bool in_order = (leader_ != nullptr || replica_.turn > 0) && replica_.blocks.have_own_bytes();
+  const bool has_partner = leader_ != nullptr || follower_ != nullptr;
   try {
     const bool done = replica_.carry_out(
         std::exchange(replica_.decided, {}), in_order, has_partner, hooks_.enter,
         [this](const Reply& reply, const Operation* operation, bool failed) { answer(reply, operation, failed); });
-    if (!done && backup_ != nullptr && backup_->next < backup_->end) {
-      backup_->hurries = true;
-      begin_to_give();
-    }
+    if (!done && leader_ != nullptr && leader_->gives()) leader_->begin_to_give(true);
     send_replies();
   } catch (const std::exception& error) {
-    if (followed_ != nullptr) throw;
+    if (follower_ != nullptr) throw;
     fall(error);
   }
 }
@@ -202,10 +214,13 @@ void Server::answer(const Reply& reply, const Operation* operation, bool has_fai
   const ReplySlot slot{reply.number, reply.version, changes && has_failed ? Outcome::failed : reply.outcome, 0};
   if (!to->prepare(slot, replica_.blocks, replica_.turn)) return;
   const bool brings_nothing = slot.outcome != Outcome::ready && slot.outcome != Outcome::done;
-  if (backup_ != nullptr && brings_nothing && (operation == nullptr || reads_push(operation->block)))
-    hold(reply.worker, slot);
-  else
-    to->put(slot), replica_.pass(Step::answered);
+  if (leader_ != nullptr && brings_nothing && (operation == nullptr || leader_->reads_push(operation->block))) {
+    unconfirmed_.hold(reply.worker, slot);
+    leader_->backup->ring();
+  } else {
+    to->put(slot);
+    replica_.pass(Step::answered);
+  }
 }
 
 }  // namespace ringreduce::parameter_server

@@ -23,7 +23,9 @@
 #include "core/descriptors.h"
 #include "core/fork.h"
 #include "parameter_server/follower.h"
+#include "parameter_server/leader.h"
 #include "parameter_server/turns.h"
+#include "parameter_server/unconfirmed.h"
 
 namespace ringreduce::parameter_server {
 
@@ -131,12 +133,6 @@ class Server : public Turns {
   void die_at(Step step, std::uint64_t times);
 
  private:
-  // A reply that is sent when the backup has carried out the journal up to position `after`.
-  struct Held {
-    std::uint64_t after;
-    WorkerId worker;
-    ReplySlot reply;
-  };
   void begin_turns() override;
   void end_turns() override;
   bool turn(bool may_call_python) override;
@@ -158,29 +154,16 @@ class Server : public Turns {
   void send_replies();
   ValuesHeader& header() const { return replica_.blocks.header(); }
   bool may_take() const;
-  bool may_write_down(const BlockSpec& spec) const;
-  bool write_down(const Message& message, Nanoseconds elapsed);
-  bool wait_for_room(std::size_t bytes);
-  void keep_back();
-  bool is_kept(std::uint64_t position) const;
-  void hold(WorkerId worker, const ReplySlot& reply);
   bool release_held();
   void fall(const std::exception& error);
   void be_replaced();
   void go_on_alone();
-  void send_away();
   bool partners_move();
   bool follow_on();
   void give_up(const std::string& why);
-  void give_state(Partner& to);
-  void begin_to_give();
   bool give_blocks(bool moved);
-  bool give_piece(BlockId id, std::size_t piece);
-  void have_given_all();
-  bool reads_push(BlockId id) const;
-  void give_worker(const Port& port);
+  void backup_counts();
   void tell(Port& port);
-  void check_native() const;
   void drop_backup();
   bool repeat_all(bool all);
   void look_for_partner();
@@ -188,7 +171,6 @@ class Server : public Turns {
   void become_heir();
   void come_back();
   void settle_workers();
-  std::vector<WorkerId> without_connection() const;
   void lose_missing();
   void take_over();
 
@@ -201,13 +183,11 @@ class Server : public Turns {
   bool only_near_ = false;  // it has a backup on this host or was one, so it takes no workers of other hosts
   Nanoseconds looked_ = 0, missing_until_ = kForever;
   bool serves_ = true, frozen_ = false, is_heir_ = false;
-  std::uint32_t backups_made_ = 0;  // by this server
-  std::string name_, address_;      // of this server, if it is or was a backup on its server's host
-  std::unique_ptr<Partner> backup_;
-  std::unique_ptr<Follower> followed_;                      // of this backup
-  std::deque<std::pair<std::uint64_t, Output>> kept_back_;  // decided, and waiting for the backup to confirm a position
-  std::uint64_t answers_up_to_ = 0;                         // position in the journal of what is being carried out
-  std::deque<Held> held_;
+  std::uint32_t backups_made_ = 0;      // by this server
+  std::string name_, address_;          // of this server, if it is or was a backup on its server's host
+  std::unique_ptr<Leader> leader_;      // there is a backup
+  std::unique_ptr<Follower> follower_;  // this is a backup
+  Unconfirmed unconfirmed_;
 };
 
 }  // namespace ringreduce::parameter_server

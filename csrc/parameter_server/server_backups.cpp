@@ -34,48 +34,38 @@ constexpr Nanoseconds kMissing = 10 * kSecond;        // workers must come to a 
 void Server::lead(std::unique_ptr<Partner> partner) {
   order([&] {
     if (!serves_) throw Error(ErrorKind::invalid_argument, "this server is a backup, and has not taken over");
-    if (backup_ != nullptr && (backup_->far() || partner->far()))
+    if (leader_ != nullptr && (leader_->backup->far() || partner->far()))
       throw Error(ErrorKind::invalid_argument, "this server has a backup already: it can have no other one");
-    check_native();
+    for (const auto& block : replica_.blocks)
+      if (block->by_python())
+        throw Error(ErrorKind::invalid_argument,
+                    "an update that Python computes has no backup, and this server has a block of one");
     for (const auto& [worker, port] : replica_.ports)
       if (!partner->far() && port->descriptors()[2] < 0)
         throw Error(ErrorKind::invalid_argument, "a server with workers of other hosts can have no backup yet");
     carry_out();  // includes operations that were kept back for an earlier backup
-    give_state(*partner);
+    const bool is_far = partner->far();
+    const auto before = std::exchange(leader_, std::make_unique<Leader>(replica_, std::move(partner), ++backups_made_));
+    only_near_ |= !is_far;
     // The new backup has these updates in the state, so the replies need not wait for it to carry them out.
-    for (Held& each : held_) each.after = 0;
-    only_near_ |= !partner->far();
-    const auto before = std::exchange(backup_, std::move(partner));
-    begin_to_give();
-    if (before != nullptr) before->ring();
+    unconfirmed_.release_replies();
+    leader_->begin_to_give(false);
+    if (leader_->counts) backup_counts();
+    if (before != nullptr) before->backup->ring();
   });
-}
-
-void Server::check_native() const {
-  for (const auto& block : replica_.blocks)
-    if (block->by_python())
-      throw Error(ErrorKind::invalid_argument,
-                  "an update that Python computes has no backup, and this server has a block of one");
 }
 
 // Called when the backup on this host has ended.
 void Server::drop_backup() {
-  backup_.reset();
+  leader_.reset();
   header().backup.store(0, std::memory_order_seq_cst);
-}
-
-// Gives the backup a worker's descriptors. Called before the journal names the worker.
-void Server::give_worker(const Port& port) {
-  if (backup_ == nullptr || backup_->ended()) return;
-  if (!backup_->send(port.descriptors()) && !backup_->ended())
-    throw Error(ErrorKind::system,
-                std::string("the server's backup was not told of a worker that joins: ") + why_not_sent());
 }
 
 // Sends News to a worker: about the backup that counts, or about this server if it was a backup and has taken over.
 void Server::tell(Port& port) {
   port.untold = false;
-  const Partner* const backup = backup_ != nullptr && !backup_->far() && backup_->counts() ? backup_.get() : nullptr;
+  const Partner* const backup =
+      leader_ != nullptr && !leader_->backup->far() && leader_->counts ? leader_->backup.get() : nullptr;
   if (backup == nullptr && (replica_.turn == 0 || !only_near_)) return;
   News news{};
   news.turn = backup != nullptr ? replica_.turn + 1 : replica_.turn;
@@ -90,88 +80,30 @@ void Server::tell(Port& port) {
   port.tell(news, given);
 }
 
-// Requests wait while the backup is too far behind or out of reach.
-bool Server::may_take() const {
-  return serves_ && !frozen_ &&
-         (backup_ == nullptr || (backup_->room() >= Journal::kReserve && !backup_->silent() && !backup_->hurries));
+bool Server::may_take() const { return serves_ && !frozen_ && (leader_ == nullptr || leader_->takes_requests()); }
+
+// Called when a backup on this host counts from now on.
+void Server::backup_counts() {
+  for (const auto& [worker, port] : replica_.ports) tell(*port);
+  if (is_heir_) take_over();
 }
 
-// Whether the journal has room for a new block. Blocks may use half of the reserve. The rest is for ticks and for
-// workers that join and leave: these are few while requests wait.
-bool Server::may_write_down(const BlockSpec& spec) const {
-  const std::size_t bytes = sizeof(Record) + written(spec).size();
-  if (bytes > Journal::kReserve / 2)
-    throw Error(ErrorKind::invalid_argument, "what is said of a block has " + std::to_string(bytes) +
-                                                 " bytes; its server's backup takes at most " +
-                                                 std::to_string(Journal::kReserve / 2));
-  return backup_->room() >= Journal::kReserve / 2 + bytes && !backup_->silent();
-}
-
-// Writes a message to the journal. Called before this server's shard gets the message; returns false if it must not get
-// it, since this server has been stopped.
-bool Server::write_down(const Message& message, Nanoseconds elapsed) {
-  Entry entry;
-  Record& record = entry.record;
-  record.elapsed = elapsed;
-  const auto* const request = std::get_if<Request>(&message);
-  if (request != nullptr) {
-    record.kind = Record::Kind::request;
-    record.worker = request->worker;
-    const auto* const lent = static_cast<const Lent*>(request->payload.get());
-    const std::size_t offset = lent == nullptr || lent->window == nullptr ? 0 : lent->offset - lent->window->data_begin;
-    record.slot = slot_of(*request, offset, lent == nullptr ? 0 : lent->bytes);
-    if (lent != nullptr) entry.data = lent->memory;
-  } else if (const auto* join = std::get_if<Join>(&message)) {
-    record.kind = Record::Kind::join;
-    record.worker = join->worker;
-    record.descriptors = backup_->far() ? 0 : 3;
-    entry.bytes = written(replica_.ports.at(join->worker)->spec);
-  } else if (const auto* lose = std::get_if<Lose>(&message)) {
-    record.kind = Record::Kind::lose;
-    record.worker = lose->worker;
-  } else if (std::holds_alternative<Create>(message)) {
-    record.kind = Record::Kind::create;
-    entry.bytes = written(replica_.blocks[replica_.blocks.size() - 1].spec);
-  }
-  record.bytes = entry.bytes.size();
-  if (!wait_for_room(sizeof record + entry.bytes.size())) return false;
-  if (backup_ == nullptr) return true;
-  backup_->write(std::move(entry));
-  const bool waits = request != nullptr && replica_.blocks.have(request->block) && reads_push(request->block);
-  if (waits || backup_->room() < Journal::kBytes / 4 * 3) backup_->ring();
-  replica_.pass(Step::journalled);
-  return true;
-}
-
-// Waits until the journal has room, or the backup has ended. Returns false if this server has been stopped.
-bool Server::wait_for_room(std::size_t bytes) {
-  while (!backup_->far() && backup_->room() < bytes) {
-    if (backup_->ended()) {
-      drop_backup();
-      return true;
-    }
-    if (stopping()) serves_ = false;  // the backup takes over without this message
-    if (!serves_) return false;
-    sched_yield();
-  }
-  return true;
-}
-
-void Server::hold(WorkerId worker, const ReplySlot& reply) {
-  held_.push_back({answers_up_to_, worker, reply});
-  backup_->ring();
+bool Server::give_blocks(bool moved) {
+  if (leader_ == nullptr || !leader_->gives() || !leader_->backup->is_there()) return false;
+  const bool gave = leader_->give(moved || unconfirmed_.hold_replies());
+  if (leader_->counts) backup_counts();
+  return gave;
 }
 
 // Sends the held replies to requests that the backup has carried out.
 bool Server::release_held() {
-  if (held_.empty()) return false;
-  if (backup_ != nullptr && backup_->silent()) return false;
-  const std::uint64_t until = backup_ == nullptr ? UINT64_MAX : backup_->carried_out();
+  if (leader_ != nullptr && leader_->backup->silent()) return false;
+  const std::uint64_t until = leader_ == nullptr ? UINT64_MAX : leader_->backup->carried_out();
   bool moved = false;
-  for (; !held_.empty() && held_.front().after <= until; held_.pop_front()) {
-    Port* const port = find(replica_.ports, held_.front().worker);
+  while (const auto reply = unconfirmed_.next_reply(until)) {
+    Port* const port = find(replica_.ports, reply->first);
     if (port == nullptr || !port->alive) continue;
-    port->put(held_.front().reply);
+    port->put(reply->second);
     replica_.pass(Step::answered);
     moved = true;
   }
@@ -185,9 +117,9 @@ void Server::follow(std::unique_ptr<Partner> partner) {
   order([&] {
     if (!replica_.ports.empty() || replica_.blocks.size() > 0)
       throw Error(ErrorKind::invalid_argument, "this server has workers or blocks already: it can be no backup now");
-    followed_ = std::make_unique<Follower>(replica_, std::move(partner));
-    name_ = followed_->server->name, address_ = followed_->server->address;
-    only_near_ = !followed_->server->far();
+    follower_ = std::make_unique<Follower>(replica_, std::move(partner));
+    name_ = follower_->server->name, address_ = follower_->server->address;
+    only_near_ = !follower_->server->far();
     serves_ = false;
     header().serves = 0;
   });
@@ -196,17 +128,17 @@ void Server::follow(std::unique_ptr<Partner> partner) {
 void Server::leave_to_backup() {
   bool leaves = false;
   const auto leave = [&] {
-    frozen_ = backup_ != nullptr && backup_->counts() && backup_->is_there();
+    frozen_ = leader_ != nullptr && leader_->counts && leader_->backup->is_there();
     if (!frozen_) throw Error(ErrorKind::invalid_argument, "this server has no backup that could go on");
     carry_out();
     // A lane has one writer: this server writes its last reply before a backup on this host can become the heir.
-    if (!backup_->far() && !held_.empty()) return;
+    if (!leader_->backup->far() && unconfirmed_.hold_replies()) return;
     leaves = true;
     header().leaves.store(1, std::memory_order_seq_cst);
     Record last;
     last.kind = Record::Kind::inherit;
-    if (backup_->far()) backup_->write({last});
-    backup_->ring();
+    if (leader_->backup->far()) leader_->backup->write({last});
+    leader_->backup->ring();
     replica_.pass(Step::leaves);
   };
   const Nanoseconds until = ringreduce::now() + kLeaving;
@@ -222,8 +154,8 @@ void Server::leave_to_backup() {
 // Called while this server leaves its blocks to a backup on this host; decided() does the same for other hosts. If the
 // heir has ended, but has a backup of its own, that backup takes over, so this server is replaced all the same.
 void Server::look_for_heir() {
-  const Partner* const heir = backup_.get();
-  if (heir == nullptr || heir->far()) return;
+  if (leader_ == nullptr || leader_->backup->far()) return;
+  const Partner* const heir = leader_->backup.get();
   const bool has_ended = heir->ended(), has_backup = heir->header().backup.load(std::memory_order_seq_cst) != 0;
   if (heir->header().serves.load(std::memory_order_seq_cst) != 0 || (has_ended && has_backup)) {
     bell_words().over.store(1, std::memory_order_seq_cst);
@@ -266,33 +198,33 @@ bool Server::follow_on() {
 // that are carried out here are confirmed at once, since replies to pushes wait for that.
 bool Server::repeat_all(bool all) {
   bool moved = false;
-  followed_->server->acknowledge();
+  follower_->server->acknowledge();
   while (all || !has_orders()) {
-    const auto kind = followed_->repeat_next();
+    const auto kind = follower_->repeat_next();
     if (!kind) break;
     moved = true;
     if (*kind == Record::Kind::inherit) become_heir();
     if (replica_.decided.operations.empty()) continue;
     carry_out();
-    followed_->server->confirm();
+    follower_->server->confirm();
   }
   if (!moved) return false;
   carry_out();
-  followed_->server->confirm();
-  followed_->drop_published();
+  follower_->server->confirm();
+  follower_->drop_published();
   return true;
 }
 
 // Ends this backup or heir: it will not take over and serves nobody. `why` is logged, unless it is "".
 void Server::give_up(const std::string& why) {
   serves_ = is_heir_ = false;
-  backup_.reset();
+  leader_.reset();
   header().serves.store(0, std::memory_order_seq_cst);
   header().ended.store(1, std::memory_order_seq_cst);
   replica_.decided = {};
-  if (followed_ != nullptr) followed_->server->ring();
-  followed_.reset();
-  send_away();
+  if (follower_ != nullptr) follower_->server->ring();
+  follower_.reset();
+  send_away(replica_.ports);
   if (why.empty()) return;
   hooks_.warn("the backup of a server, in process " + std::to_string(getpid()) +
               ", has failed and is none any more: " + why);
@@ -300,21 +232,21 @@ void Server::give_up(const std::string& why) {
 
 // Checks whether the server has ended or leaves, and takes over if so. Precondition: the journal has been repeated.
 void Server::look_for_partner() {
-  if (followed_->server->far()) return forget_gone();  // decided() says when to take over
+  if (follower_->server->far()) return forget_gone();  // decided() says when to take over
   const Nanoseconds t = ringreduce::now();
   if (t - looked_ < kLookEvery) return;
   looked_ = t;
-  const ValuesHeader& its = followed_->server->header();
+  const ValuesHeader& its = follower_->server->header();
   const auto counts = [&] { return its.backup.load(std::memory_order_seq_cst); };
-  const bool leaves = its.leaves.load(std::memory_order_seq_cst) != 0, ended = followed_->server->ended();
+  const bool leaves = its.leaves.load(std::memory_order_seq_cst) != 0, ended = follower_->server->ended();
   if (!ended && !leaves) {
-    followed_->drop_published();
+    follower_->drop_published();
     if (replica_.number > 0 && counts() > replica_.number) give_up("");  // the server has a newer backup
     return;
   }
   repeat_all(true);  // the server may have written more before it ended; now the journal is final
   if (replica_.number == 0 || counts() != replica_.number) return give_up("");
-  followed_->adopt_values();
+  follower_->adopt_values();
   carry_out();
   if (ended) return take_over();
   become_heir();
@@ -330,14 +262,8 @@ void Server::forget_gone() {
   carry_out();  // may still answer them
   std::erase_if(replica_.ports, [this](const auto& each) {
     const Port& port = *each.second;
-    return port.gone && (serves_ || followed_ == nullptr || !port.alive || !port.known);
+    return port.gone && (serves_ || follower_ == nullptr || !port.alive || !port.known);
   });
-}
-
-// Wakes all workers and removes them, after this server has ended for them.
-void Server::send_away() {
-  ring(replica_.ports);
-  replica_.ports.clear();
 }
 
 // After a takeover by TCP: workers that have connected here but are not members join now. Members without a connection
@@ -348,22 +274,15 @@ void Server::settle_workers() {
   missing_until_ = ringreduce::now() + kMissing;
 }
 
-std::vector<WorkerId> Server::without_connection() const {
-  std::vector<WorkerId> found;
-  for (const auto& [worker, clock] : replica_.shard.clocks())
-    if (find(replica_.ports, worker) == nullptr) found.push_back(worker);
-  return found;
-}
-
 void Server::lose_missing() {
   if (ringreduce::now() < missing_until_) return;
   missing_until_ = kForever;
-  for (const WorkerId worker : without_connection()) decide(Lose{worker});
+  for (const WorkerId worker : replica_.without_port()) decide(Lose{worker});
 }
 
 void Server::take_over() {
   replica_.pass(Step::taking_over);
-  const auto leader = std::exchange(followed_, nullptr);
+  const auto leader = std::exchange(follower_, nullptr);
   Partner& ended = *leader->server;
   serves_ = true;
   is_heir_ = frozen_ = false;

@@ -33,20 +33,20 @@ namespace ringreduce::parameter_server {
 
 void Server::count_backup() {
   order([&] {
-    if (backup_ == nullptr || !backup_->far()) return;
-    backup_->is_counted = true;
+    if (leader_ == nullptr || !leader_->backup->far()) return;
+    leader_->counts = true;
     if (is_heir_) take_over();
   });
 }
 
 void Server::abandon_backup() {
   order([&] {
-    if (backup_ != nullptr && !backup_->counts()) go_on_alone();
+    if (leader_ != nullptr && !leader_->counts) go_on_alone();
   });
 }
 
 void Server::go_on_alone() {
-  backup_.reset();
+  leader_.reset();
   if (is_heir_) return;
   header().serves.store(1, std::memory_order_seq_cst);
   ring(replica_.ports);
@@ -54,12 +54,12 @@ void Server::go_on_alone() {
 
 std::uint64_t Server::freeze() {
   return order([&] {
-    if (backup_ == nullptr || backup_->silent())
+    if (leader_ == nullptr || leader_->backup->silent())
       throw Error(ErrorKind::invalid_argument, "this server has no backup that could go on");
     frozen_ = true;
     decide(Tick{});  // a new record: the backup can confirm it only after this call
     carry_out();
-    return backup_->written();
+    return leader_->backup->written();
   });
 }
 
@@ -67,45 +67,27 @@ void Server::unfreeze() {
   order([&] { frozen_ = false; });
 }
 
-// Whether the journal up to `position` will outlive this server, or there is no backup.
-bool Server::is_kept(std::uint64_t position) const {
-  return backup_ == nullptr || (backup_->received() >= position && !backup_->silent());
-}
-
-// Moves what the backup has not confirmed from `replica_.decided` to `kept_back_`, and back what it has confirmed.
-// Afterwards `replica_.decided` has what may be carried out now.
-void Server::keep_back() {
-  answers_up_to_ = backup_ == nullptr ? 0 : backup_->written();
-  if (backup_ == nullptr ? kept_back_.empty() : !backup_->far() || backup_->next < backup_->end) return;
-  if (!replica_.decided.empty()) kept_back_.emplace_back(answers_up_to_, std::exchange(replica_.decided, {}));
-  for (; !kept_back_.empty() && is_kept(kept_back_.front().first); kept_back_.pop_front()) {
-    auto& [position, output] = kept_back_.front();
-    answers_up_to_ = position;
-    replica_.decided.add(std::move(output));
-  }
-}
-
 void Server::connect_partner(int socket, std::string path) {
   order([&] {
-    if (backup_ == nullptr && followed_ == nullptr)
+    if (leader_ == nullptr && follower_ == nullptr)
       throw Error(ErrorKind::invalid_argument, "this server has no partner");
-    (backup_ != nullptr ? *backup_ : *followed_->server).connect(socket, std::move(path));
+    (leader_ != nullptr ? *leader_->backup : *follower_->server).connect(socket, std::move(path));
   });
 }
 
 bool Server::partners_move() {
-  if (backup_ != nullptr && backup_->progress()) {
-    header().serves.store(serves_ && !is_heir_ && !backup_->silent(), std::memory_order_seq_cst);
+  if (leader_ != nullptr && leader_->backup->progress()) {
+    header().serves.store(serves_ && !is_heir_ && !leader_->backup->silent(), std::memory_order_seq_cst);
     return true;
   }
-  return followed_ != nullptr && followed_->server->progress();
+  return follower_ != nullptr && follower_->server->progress();
 }
 
 void Server::decided(bool goes_on) {
   order([&] {
-    const bool is_backup = backup_ == nullptr || is_heir_;
-    if (is_backup && followed_ == nullptr) return;
-    if (!(is_backup ? *followed_->server : *backup_).silent()) return;
+    const bool is_backup = leader_ == nullptr || is_heir_;
+    if (is_backup && follower_ == nullptr) return;
+    if (!(is_backup ? *follower_->server : *leader_->backup).silent()) return;
     if (!goes_on) return is_backup ? give_up("") : be_replaced();
     if (!is_backup) {
       come_back();
@@ -125,16 +107,15 @@ void Server::decided(bool goes_on) {
 // back, so that is dropped.
 void Server::be_replaced() {
   serves_ = false;
-  kept_back_.clear();
-  held_.clear();
+  unconfirmed_ = {};
   replica_.decided = {};
-  backup_.reset();
+  leader_.reset();
   header().serves.store(0, std::memory_order_seq_cst);
   header().ended.store(1, std::memory_order_seq_cst);
   // Last: has_left() in server/process.py takes a server with neither flag, `leaves` or `ended`, for one that has come
   // back.
   header().leaves.store(0, std::memory_order_seq_cst);
-  send_away();
+  send_away(replica_.ports);
 }
 
 }  // namespace ringreduce::parameter_server

@@ -13,9 +13,9 @@ Server::Statistics Server::statistics() {
     now.waiting = replica_.shard.waiting();
     now.clocks = replica_.shard.clocks();
     now.saving = replica_.blocks.are_saved();
-    if (backup_ != nullptr && backup_->counts() && backup_->is_there()) {
-      now.backup = backup_->name;
-      now.lag = backup_->written() - backup_->carried_out();
+    if (leader_ != nullptr && leader_->counts && leader_->backup->is_there()) {
+      now.backup = leader_->backup->name;
+      now.lag = leader_->backup->written() - leader_->backup->carried_out();
     }
     for (const auto& block : replica_.blocks) now.rows += block->rows();
     for (const auto& [worker, port] : replica_.ports) now.workers += port->alive;
@@ -26,11 +26,11 @@ Server::Statistics Server::statistics() {
 Server::Standing Server::standing() {
   return order([&] {
     Standing now{.turn = replica_.turn, .is_heir = is_heir_};
-    if (backup_ == nullptr || !backup_->is_there()) return now;
-    now.has_backup = backup_->counts();
-    now.backup_starts = !backup_->counts();
-    now.backup_follows = backup_->next == backup_->end && backup_->received() >= backup_->given_at;
-    now.confirmed = backup_->received();
+    if (leader_ == nullptr || !leader_->backup->is_there()) return now;
+    now.has_backup = leader_->counts;
+    now.backup_starts = !leader_->counts;
+    now.backup_follows = leader_->follows();
+    now.confirmed = leader_->backup->received();
     return now;
   });
 }
@@ -41,7 +41,8 @@ bool Server::serves() { return header().serves.load(std::memory_order_seq_cst) !
 bool Server::has_ended() { return header().ended.load(std::memory_order_seq_cst) != 0; }
 
 std::vector<WorkerId> Server::missing() {
-  return order([&] { return serves_ && missing_until_ != kForever ? without_connection() : std::vector<WorkerId>(); });
+  return order(
+      [&] { return serves_ && missing_until_ != kForever ? replica_.without_port() : std::vector<WorkerId>(); });
 }
 
 // ---- Snapshots ----------------------------------------------------------------------------------------------------

@@ -15,21 +15,21 @@ constexpr Nanoseconds kFollowEvery = 5 * kMillisecond;  // between a backup's ch
 
 void Server::begin_turns() {
   if (has_far_) wire_->connections().take_over();
-  if (backup_ != nullptr) backup_->begin_turns();
-  if (followed_ != nullptr) followed_->server->begin_turns();
+  if (leader_ != nullptr) leader_->backup->begin_turns();
+  if (follower_ != nullptr) follower_->server->begin_turns();
 }
 
 void Server::end_turns() {
   if (has_far_) wire_->connections().hand_over(true);
-  if (backup_ != nullptr) backup_->end_turns();
-  if (followed_ != nullptr) followed_->server->end_turns();
+  if (leader_ != nullptr) leader_->backup->end_turns();
+  if (follower_ != nullptr) follower_->server->end_turns();
 }
 
 bool Server::polls() const {
-  return followed_ == nullptr || followed_->server->far() || replica_.blocks.have_own_bytes();
+  return follower_ == nullptr || follower_->server->far() || replica_.blocks.have_own_bytes();
 }
 
-Nanoseconds Server::most_sleep() const { return followed_ == nullptr ? kForever : kFollowEvery; }
+Nanoseconds Server::most_sleep() const { return follower_ == nullptr ? kForever : kFollowEvery; }
 
 // How long until a Tick is due.
 Nanoseconds Server::due_in() const {
@@ -51,7 +51,7 @@ bool Server::serve(bool may_call_python) {
   const DefaultFloatEnvironment environment;
   bool moved = serve_orders();
   moved |= partners_move();
-  if (followed_ != nullptr && !is_heir_) moved |= follow_on();
+  if (follower_ != nullptr && !is_heir_) moved |= follow_on();
   if (!holds_back()) moved |= take_requests();
   if (has_far_) moved |= take_frames();
   if (due_in() == 0) decide(Tick{});
@@ -73,7 +73,7 @@ void Server::look_for_ended() {
   if (leaves()) return look_for_heir();
   if (!serves_) return;
   lose_missing();
-  if (backup_ != nullptr && (backup_->ended() || backup_->stands())) drop_backup();
+  if (leader_ != nullptr && (leader_->backup->ended() || leader_->stands())) drop_backup();
   for (auto each = replica_.ports.begin(); each != replica_.ports.end();) {
     const auto& [worker, port] = *each++;
     if (port->untold) tell(*port);
