@@ -22,7 +22,7 @@
 
 namespace py = pybind11;
 
-namespace ringreduce {
+namespace ringreduce::torch_ops {
 namespace {
 
 using Tensor = at::Tensor;
@@ -212,4 +212,4 @@ TORCH_LIBRARY_IMPL(ringreduce, Autograd, m) {
 }
 
 }  // namespace
-}  // namespace ringreduce
+}  // namespace ringreduce::torch_ops
