@@ -137,8 +137,8 @@ FILES: dict[str, Callable[[Path, random.Random], object]] = {
     "record_of_2": lambda path, random: path.write_bytes(RECORD[: random.randrange(len(RECORD))]),
 }
 DEVICES = ("/dev/zero", "/dev/full", "/dev/null", "/dev/stdin", "/proc/self/mem", "/proc/self/environ")
-OUTPUTS = ("out.json", "out.png", "out.svg", "none/out.json", "none/out.png", "/dev/full", "/dev/null", "/dev/stdout",
-           "folder", ".", "x" * 300, "x" * 300 + ".png", "full.png")  # fmt: skip
+OUTPUTS = ("out.json", "out.html", "out.png", "out.svg", "none/out.json", "none/out.png", "/dev/full", "/dev/null",
+           "/dev/stdout", "folder", ".", "x" * 300, "x" * 300 + ".png", "full.png")  # fmt: skip
 
 
 @dataclass
@@ -211,7 +211,7 @@ class Draw:
                 return self.file()
             self.files[kind] = kind
             return kind
-        if name in ("save", "plot", "plot_links", "write"):
+        if name in ("save", "plot", "plot_links", "html", "write"):
             found = choose(OUTPUTS)
             if found == "full.png":
                 self.files[found] = "full link"

@@ -109,13 +109,23 @@ def servers(text: str) -> tuple[int, int]:
 
 def picture(text: str) -> Path:
     """A file that a picture can be written to."""
-    path = Path(text)
-    if path.suffix.lower() not in PICTURES:
-        raise argparse.ArgumentTypeError(f"{text!r} is no picture; end its name in {', '.join(PICTURES)}")
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r}: there is no folder {str(path.parent)!r}; make it first")
+    path = _output(text, "picture", PICTURES)
     if find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError(f"{text!r}: pictures need matplotlib; pip install matplotlib")
+    return path
+
+
+def page(text: str) -> Path:
+    """A file that a page can be written to."""
+    return _output(text, "page", (".html", ".htm"))
+
+
+def _output(text: str, kind: str, endings: tuple[str, ...]) -> Path:
+    path = Path(text)
+    if path.suffix.lower() not in endings:
+        raise argparse.ArgumentTypeError(f"{text!r} is no {kind}; end its name in {', '.join(endings)}")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r}: there is no folder {str(path.parent)!r}; make it first")
     return path
 
 

@@ -38,6 +38,7 @@ def add(commands: Any, summary: str) -> None:
         epilog="examples:\n"
         "  ringreduce plan dgx1-v100 --gpus 0,1,3 --collective allreduce --size 160MB\n"
         "  ringreduce plan topo.txt --nvlink-gbps 18 --plot rings.png --plot-links links.png\n"
+        "  ringreduce plan dgx1-v100 --size 1MB --html plan.html\n"
         "  ringreduce plan machine.json --json | jq .time_s",
         formatter_class=Help,
     )
@@ -47,6 +48,7 @@ def add(commands: Any, summary: str) -> None:
     parser.add_argument("--save", type=Path, metavar="PLAN.json", help="the program alone, for Plan.from_json")
     parser.add_argument("--plot", type=read.picture, metavar="FILE.png", help="draw the machine and its rings or trees")
     parser.add_argument("--plot-links", type=read.picture, metavar="FILE.png", help="draw what each link carries")
+    parser.add_argument("--html", type=read.page, metavar="FILE.html", help="a page that plays the plan in a browser")
     parser.set_defaults(run=run)
 
 
@@ -108,7 +110,9 @@ def _write(planned: Planned, arguments: argparse.Namespace) -> list[Path]:
         draw.machine(planned.graph, planned.rings, planned.trees, arguments.plot, planned.ranks, note)
     if arguments.plot_links:
         draw.loads(planned, arguments.size, arguments.plot_links)
-    return [path for path in (arguments.save, arguments.plot, arguments.plot_links) if path]
+    if arguments.html:
+        draw.page(planned, arguments.size, arguments.html)
+    return [path for path in (arguments.save, arguments.plot, arguments.plot_links, arguments.html) if path]
 
 
 def _of_bound(planned: Planned) -> str:

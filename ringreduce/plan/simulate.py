@@ -114,6 +114,43 @@ def simulate(
     )  # fmt: skip
 
 
+class Hop(NamedTuple):
+    """A message on one link of its route: times in seconds, the link by its number in the network."""
+
+    link: int
+    begin: float
+    end: float
+    channel: int
+    source: int
+    target: int
+    """The ranks of the message; a link may lie between others."""
+    chunk: int
+    """That the receiving step works on."""
+    slice: int
+
+
+def hops(plan: Plan, network: Network, size_bytes: float, slice_bytes: float, *, window: int = WINDOW) -> list[Hop]:
+    """Every message of `simulate` with these slices on every link, in the order of time.
+
+    Raises PlanError where `simulate` does.
+    """
+    graph = _compile(plan, network.route, network.capacity)
+    simulation = _Simulation(plan, graph, network.capacity, 0.0, window)
+    chunk_of = [step.chunk for channel in plan.channels for program in channel.programs for step in program]
+    ends = {}  # the ranks of a way, which all messages between them share
+    for step, rank in enumerate(graph.rank):
+        for message in range(graph.first[step], graph.first[step + 1]):
+            ends[id(graph.way[message])] = rank, graph.rank[graph.reader[message]]
+    found = []
+
+    def note(way: _Way, link: int, begin: float, end: float, receiver: int) -> None:
+        number, step = divmod(receiver, len(graph.waits))
+        found.append(Hop(link, begin, end, graph.channel[step], *ends[id(way)], chunk_of[step], number))
+
+    simulation.walk(simulation.cut(simulation.chunks(size_bytes), slice_bytes), note_hop=note)
+    return sorted(found, key=lambda hop: (hop.begin, hop.link))
+
+
 def simulate_first(
     plan: Plan,
     network: Network,
@@ -356,12 +393,7 @@ class _Simulation:
             raise PlanError(f"slice_bytes is {slice_bytes}; it must be above 0")
         if self.window < 1:
             raise PlanError(f"window is {self.window}; at least 1 round must be in flight")
-        if min((min(channel.share, channel.chunks) for channel in self.plan.channels), default=0) < 1:
-            raise _wrong(self.plan, "it needs channels, each with a share and chunks of at least 1")
-        blocks = layout(self.plan.collective, self.plan.size).blocks
-        block = size_bytes / (self.plan.size if blocks > 1 else 1)
-        total = sum(channel.share for channel in self.plan.channels)
-        chunks = [block * channel.share / total / channel.chunks for channel in self.plan.channels]
+        chunks = self.chunks(size_bytes)
         if slice_bytes is not None:
             return self.sliced(chunks, slice_bytes)
         best = self.sliced(chunks, max(chunks))
@@ -380,6 +412,15 @@ class _Simulation:
                 break
         return best
 
+    def chunks(self, size_bytes: float) -> list[float]:
+        """Bytes of a chunk, by channel."""
+        if min((min(channel.share, channel.chunks) for channel in self.plan.channels), default=0) < 1:
+            raise _wrong(self.plan, "it needs channels, each with a share and chunks of at least 1")
+        blocks = layout(self.plan.collective, self.plan.size).blocks
+        block = size_bytes / (self.plan.size if blocks > 1 else 1)
+        total = sum(channel.share for channel in self.plan.channels)
+        return [block * channel.share / total / channel.chunks for channel in self.plan.channels]
+
     def saturates(self, chunks: Sequence[float], whole: Simulated) -> bool:
         """Whether the busiest link works all the time when chunks are sent whole, but for latencies and steps."""
         enough = max(whole.link_busy_seconds, default=0.0) / SATURATED
@@ -391,16 +432,7 @@ class _Simulation:
     def sliced(self, chunks: Sequence[float], slice_bytes: float) -> Simulated:
         """In slices of `slice_bytes`, the last of a chunk being what is left."""
         graph = self.graph
-        slices = []
-        for chunk in chunks:
-            number = chunk / slice_bytes if slice_bytes > 0 else 1.0
-            if number * len(graph.waits) > MOST_STEPS:
-                raise PlanError(
-                    f"{describe(self.plan)} in slices of {slice_bytes:g} bytes has {number * len(graph.waits):.3g} "
-                    f"steps; at most {MOST_STEPS} are simulated: use larger slices"
-                )
-            full = max(0, math.ceil(number * (1 - 1e-12)) - 1)
-            slices.append([slice_bytes] * full + [chunk - full * slice_bytes])
+        slices = self.cut(chunks, slice_bytes)
         rounds = list(map(len, slices))
         busy = [0.0] * len(self.capacity)
         for chunk, per_byte in zip(chunks, graph.busy, strict=True):
@@ -416,8 +448,29 @@ class _Simulation:
             slice_bytes=slice_bytes,
         )
 
-    def walk(self, slices: Sequence[Sequence[float]], latencies: bool = True) -> float:
+    def cut(self, chunks: Sequence[float], slice_bytes: float) -> list[list[float]]:
+        """Bytes of the slices of a chunk, by channel."""
+        slices = []
+        for chunk in chunks:
+            number = chunk / slice_bytes if slice_bytes > 0 else 1.0
+            if (steps := number * len(self.graph.waits)) > MOST_STEPS:
+                raise PlanError(
+                    f"{describe(self.plan)} in slices of {slice_bytes:g} bytes has {steps:.3g} steps; at most "
+                    f"{MOST_STEPS} are simulated: use larger slices"
+                )
+            full = max(0, math.ceil(number * (1 - 1e-12)) - 1)
+            slices.append([slice_bytes] * full + [chunk - full * slice_bytes])
+        return slices
+
+    def walk(
+        self,
+        slices: Sequence[Sequence[float]],
+        latencies: bool = True,
+        note_hop: Callable[[_Way, int, float, float, int], None] | None = None,
+    ) -> float:
         """Execute all rounds, given the bytes of each by channel; when the last step has ended.
+
+        `note_hop` hears of each message that a link serves: its way, the link, from when to when, and who reads it.
 
         The loop takes events in the order of time: that a step can run (its number, ``round * size + step``), that it
         ends (the complement of its number), or that a message reaches a link, having waited for one before.
@@ -457,6 +510,8 @@ class _Simulation:
                 begin = max(now, free[link])
                 free[link] = begin + seconds * length
                 served = max(served, free[link])
+                if note_hop:
+                    note_hop(way, link, begin, free[link], receiver)
                 hop += 1
                 if begin > now and hop < len(links):
                     note(begin, (way, hop, length, served, receiver))

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringreduce.topology.draw.style import (
     A4,
@@ -58,6 +58,13 @@ UNUSED = (0, (3, 2))
 """Dashes of a link that no ring or tree uses."""
 
 Point = tuple[float, float]
+
+
+class Places(NamedTuple):
+    """Of nodes in a picture, which is from -extent to extent both ways, y upwards."""
+
+    at: dict[str, Point]
+    extent: float
 
 
 @dataclass(frozen=True)
@@ -199,6 +206,27 @@ def _needs_more(graph: LinkGraph, names: Sequence[str], strands: Sequence[_Stran
 
 
 # Where it is drawn.
+
+
+def places(graph: LinkGraph, names: Sequence[str], rings: Sequence[Ring], trees: Sequence[WeightedTree]) -> Places:
+    """Where `machine` draws the ranks `names` and all that they are linked through, and how far the picture extends."""
+    order = [names[rank] for rank in rings[0].order] if rings else list(names)
+    scene = _Scene(graph, order, (), outside=True)
+    _place(scene)
+    waiting = [node.name for node in graph.nodes if node.name not in scene.at]
+    while waiting:  # NICs and the like, between what is there
+        found = {
+            name: [scene.at[link.dst] for link in graph.following[name] if link.dst in scene.at] for name in waiting
+        }
+        scene.at.update({n: (_mean([x for x, _ in at]), _mean([y for _, y in at])) for n, at in found.items() if at})
+        if not any(found.values()):
+            break
+        waiting = [name for name in waiting if name not in scene.at]
+    return Places(scene.at, scene.extent)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _place(scene: _Scene) -> None:
