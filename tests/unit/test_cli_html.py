@@ -69,6 +69,23 @@ def test_the_page_needs_nothing_else(page: Path) -> None:
         assert source != target
 
 
+def test_names_of_files_are_only_text(tmp_path: Path, capsys: Captured) -> None:
+    """A machine is called by the name of its file, which may hold anything."""
+    machine, page = tmp_path / "<script>alert(1)<@DATA@@TITLE@\udcff.json", tmp_path / "plan.html"
+    assert cli.main(["topo", "dgx1-v100", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    document["nodes"] = json.loads(json.dumps(document["nodes"]).replace("GPU7", "</script><b>"))
+    document["links"] = json.loads(json.dumps(document["links"]).replace("GPU7", "</script><b>"))
+    document.pop("name", None)
+    machine.write_text(json.dumps(document))
+    assert cli.main(["plan", str(machine), "--size", "1MB", "--html", str(page)]) == 0
+    text = page.read_text()
+    assert text.count("<script") == 2
+    assert "<b>" not in text
+    assert "&lt;script&gt;alert(1)&lt;@DATA@@TITLE@?.json" in text
+    assert len(data_of(page)["nodes"]) == 8
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

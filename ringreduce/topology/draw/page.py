@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,8 +31,8 @@ def page(planned: Planned, size_bytes: int, path: str | Path) -> None:
     template = Path(__file__).with_name("page.html").read_text()
     said = f"{machine_name(planned.graph)}: {planned.collective} of {bytes_text(size_bytes)}, {planned.plan.name}"
     data = json.dumps(_scenes(planned, size_bytes), separators=(",", ":"), allow_nan=False)
-    content = template.replace("@TITLE@", html.escape(said)).replace("@DATA@", data.replace("<", "\\u003c"))
-    write_file(path, content.encode())
+    parts = {"TITLE": html.escape(said), "DATA": data.replace("<", "\\u003c")}
+    write_file(path, re.sub("@(TITLE|DATA)@", lambda found: parts[found[1]], template).encode(errors="replace"))
 
 
 def _scenes(planned: Planned, size_bytes: int) -> dict[str, Any]:
