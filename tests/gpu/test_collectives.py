@@ -22,6 +22,7 @@ from distributed.harness import Rank
 from stand_in import torch_cuda
 
 import ringreduce
+from ringreduce import ops
 from ringreduce.plan import BUILDERS, build
 
 SMALL_SLOTS = {"gpu_bytes": 1024**2, "gpu_blocks": 8, "channels": 8, "least_slice_bytes": 64}
@@ -150,3 +151,22 @@ def test_coalesced_and_through_torch() -> None:
     )
     outcomes = check(3, "steps", "torch.distributed", cases)
     assert outcomes["right"] > 60 and outcomes["refused"] > 20
+
+
+def by_ops(me: Rank, mode: str) -> None:
+    with me.join(options=options(mode)), torch.device("cuda"):
+        assert dist.group.WORLD is not None
+        group = dist.group.WORLD.group_name
+        x = torch.arange(6.0) + me.rank
+        ops.all_reduce_(x, group)
+        assert torch.equal(x, me.size * torch.arange(6.0) + sum(range(me.size)))
+        gathered, exchanged = torch.empty(me.size, 2), torch.empty(me.size)
+        ops.all_gather_into(gathered, torch.full((2,), float(me.rank)), group)
+        assert torch.equal(gathered, torch.arange(float(me.size)).view(-1, 1).expand(-1, 2))
+        ops.all_to_all_into(exchanged, torch.full((me.size,), float(me.rank)), group)
+        assert torch.equal(exchanged, torch.arange(float(me.size)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ops_of_compiled_graphs(mode: str) -> None:
+    run(by_ops, 2, mode)
