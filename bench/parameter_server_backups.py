@@ -287,8 +287,8 @@ def late(size: int) -> None:
             before = statistics.median(steps[2:])
             steps.clear()
             processes = serving._local.manager._directory.processes()
-            place = max(processes), processes[max(processes)]
-            thread = threading.Thread(target=serving._local.have_backup, args=(0, *place, 60.0))
+            its = processes[max(processes)]
+            thread = threading.Thread(target=serving._local.have_backup, args=(0, its, 60.0))
             thread.start()
             while thread.is_alive() or len(steps) < 5:
                 step()

@@ -4,18 +4,16 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <array>
 #include <cstring>
 #include <functional>
 #include <memory>
 #include <optional>
-#include <string_view>
 
 #include "core/error.h"
 #include "parameter_server/client.h"
+#include "parameter_server/names.h"
 #include "parameter_server/server.h"
 #include "process_group/keywords.h"
 
@@ -51,28 +49,6 @@ std::uintptr_t number(const void* p) { return reinterpret_cast<std::uintptr_t>(p
 }  // namespace
 }  // namespace ringreduce::parameter_server
 
-namespace ringreduce {
-
-namespace ps = parameter_server;
-
-template <>
-constexpr auto kNames<ps::Rule::Kind> = std::to_array<std::string_view>(
-    {"assign", "reduce", "sgd", "adam", "adagrad", "rmsprop", "rowwise_adagrad", "python"});
-template <>
-constexpr auto kNames<ps::Consistency> = std::to_array<std::string_view>({"sync", "asynchronous", "ssp"});
-template <>
-constexpr auto kNames<ps::RequestKind> =
-    std::to_array<std::string_view>({"", "initialise", "push", "pull", "clock", "barrier", "leave", "restore"});
-template <>
-constexpr auto kNames<ps::Outcome> = std::to_array<std::string_view>(
-    {"", "applied", "late", "initialised", "kept", "ready", "done", "failed", "refused"});
-template <>
-constexpr auto kNames<ps::Step> =
-    std::to_array<std::string_view>({"never", "taken", "journalled", "updated", "carried out", "answered", "gives",
-                                     "takes", "leaves", "inherits", "taking over", "serving"});
-
-}  // namespace ringreduce
-
 namespace pybind11::detail {
 
 namespace ps = ringreduce::parameter_server;
@@ -105,6 +81,12 @@ namespace ringreduce::parameter_server {
 namespace {
 
 const py::call_guard<py::gil_scoped_release> no_gil;
+
+template <class F>
+auto without_gil(F&& body) {
+  const py::gil_scoped_release released;
+  return body();
+}
 
 // A method whose Nanoseconds are timeouts.
 template <class T>
@@ -150,20 +132,7 @@ py::array_t<std::uint8_t> array_of(std::byte* memory, std::size_t bytes, std::fu
   return py::array_t<std::uint8_t>(static_cast<py::ssize_t>(bytes), reinterpret_cast<std::uint8_t*>(memory), owner);
 }
 
-// A partner that is reached by TCP; `function` is called by the server's thread.
-std::unique_ptr<Partner> far_partner(Server& server, std::function<void()> function, std::string name) {
-  const auto call = [function = std::move(function)] {
-    const py::gil_scoped_acquire gil;
-    try {
-      function();
-    } catch (py::error_already_set& error) {
-      error.discard_as_unraisable("a parameter server's callback");
-    }
-  };
-  return std::make_unique<FarPartner>(server.bell_words(), call, std::move(name));
-}
-
-// A method that asks a server's replica.
+// A method of a server's replica.
 template <class R, class... Arguments>
 auto asks(R (Replica::*method)(Arguments...) const) {
   return [method](Server& server, std::decay_t<Arguments>... arguments) {
@@ -220,8 +189,21 @@ template <class Struct, class Method>
 auto by_keywords(Method method) {
   return [method](Server& server, const py::kwargs& members) {
     const auto made = from_keywords<Struct>(members);
-    const py::gil_scoped_release released;
-    return std::invoke(method, server, made);
+    return without_gil([&] { return std::invoke(method, server, made); });
+  };
+}
+
+auto with_far(void (Server::*method)(std::unique_ptr<Partner>)) {
+  return [method](Server& server, std::function<void()> on_silence, std::string name) {
+    const auto call = [function = std::move(on_silence)] {
+      const py::gil_scoped_acquire gil;
+      try {
+        function();
+      } catch (py::error_already_set& error) {
+        error.discard_as_unraisable("a parameter server's callback");
+      }
+    };
+    (server.*method)(std::make_unique<FarPartner>(server.bell_words(), call, std::move(name)));
   };
 }
 
@@ -262,11 +244,8 @@ void bind_specifications(py::module_& m) {
 }
 
 py::object next_piece(Server& server) {
-  std::optional<Snapshot::Piece> piece;
-  {
-    const py::gil_scoped_release released;
-    piece = server.ask([](Replica& replica) { return replica.blocks.next_piece(); });
-  }
+  const auto ask = [](Replica& replica) { return replica.blocks.next_piece(); };
+  auto piece = without_gil([&] { return server.ask(ask); });
   if (!piece) return py::none();
   std::byte* const bytes = piece->bytes.release();
   return py::make_tuple(piece->block, piece->first, piece->rows,
@@ -282,11 +261,7 @@ auto begin_snapshot(Server& server) {
 }
 
 py::dict statistics(Server& server) {
-  Server::Statistics s;
-  {
-    const py::gil_scoped_release released;
-    s = server.statistics();
-  }
+  const auto s = without_gil([&] { return server.statistics(); });
   using namespace py::literals;
   return py::dict("requests"_a = s.requests, "updates"_a = s.updates, "bytes"_a = s.bytes, "workers"_a = s.workers,
                   "blocks"_a = s.blocks, "memory"_a = s.memory, "capacity"_a = s.capacity, "rows"_a = s.rows,
@@ -312,24 +287,14 @@ void bind_server(py::module_& m, Roots roots) {
       .def("connect", &Server::connect, no_gil, py::arg("worker"), py::arg("socket"), py::arg("path"))
       .def("create", by_keywords<BlockSpec>(&Server::create))
       .def_static("journal", [] { return Journal::make().release(); })
-      .def("lead", by_keywords<PartnerSpec>([](Server& server, const PartnerSpec& backup) {
-             server.lead(std::make_unique<NearPartner>(backup, sizeof(ValuesHeader)));
+      .def("lead", by_keywords<PartnerSpec>([](Server& server, const PartnerSpec& its) {
+             server.lead(std::make_unique<NearPartner>(its, true));
            }))
       .def("follow", by_keywords<PartnerSpec>([](Server& server, const PartnerSpec& its) {
-             server.follow(std::make_unique<NearPartner>(its, memory_bytes(its.values)));
+             server.follow(std::make_unique<NearPartner>(its, false));
            }))
-      .def(
-          "lead_far",
-          [](Server& server, std::function<void()> on_silence, std::string name) {
-            server.lead(far_partner(server, std::move(on_silence), std::move(name)));
-          },
-          no_gil, py::arg("on_silence"), py::arg("name") = "")
-      .def(
-          "follow_far",
-          [](Server& server, std::function<void()> on_silence) {
-            server.follow(far_partner(server, std::move(on_silence), {}));
-          },
-          no_gil, py::arg("on_silence"))
+      .def("lead_far", with_far(&Server::lead), no_gil, py::arg("on_silence"), py::arg("name") = "")
+      .def("follow_far", with_far(&Server::follow), no_gil, py::arg("on_silence"), py::arg("name") = "")
       .def("connect_partner", &Server::connect_partner, no_gil, py::arg("socket"), py::arg("path"))
       .def("decided", &Server::decided, no_gil, py::arg("goes_on"))
       .def("die_at", &Server::die_at, no_gil, py::arg("step"), py::arg("times"))
@@ -352,7 +317,7 @@ void bind_server(py::module_& m, Roots roots) {
       &Server::freeze, "unfreeze", &Server::unfreeze, "leave_to_backup", &Server::leave_to_backup, "serve_alone",
       &Server::serve_alone, "notes", asks(&Replica::notes), "holds_back", &Server::holds_back, "end_snapshot",
       [](Server& server) { server.ask([](Replica& replica) { replica.blocks.end_snapshot(); }); }, "missing",
-      &Server::missing, "workers", asks(&Replica::workers), "stop", [](Server& server) { server.stop(); });
+      &Server::missing, "workers", asks(&Replica::workers), "stop", &Server::stop);
 }
 
 bool went_well(const Call& call) {

@@ -10,7 +10,7 @@
 //                out.
 //
 // Data that has only been sent is lost if the server's host fails. Unlike on one host, the server therefore carries out
-// and answers nothing before the backup has confirmed the record of it: Server::keep_back().
+// and answers nothing before the backup has confirmed the record of it: Unconfirmed.
 #pragma once
 
 #include <atomic>

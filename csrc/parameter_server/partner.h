@@ -3,9 +3,7 @@
 #pragma once
 
 #include <algorithm>
-#include <deque>
 #include <functional>
-#include <memory>
 #include <span>
 #include <string>
 #include <utility>
@@ -88,14 +86,14 @@ struct Partner {
 
 // A partner on the same host.
 struct NearPartner final : Partner {
-  // Maps the first `bytes` bytes of the partner's values.
-  NearPartner(const PartnerSpec& spec, std::size_t bytes)
+  // Maps the values of a server; of a `backup` only their header.
+  NearPartner(const PartnerSpec& spec, bool backup)
       : Partner(spec),
         journal_fd(spec.journal),
         passage(spec.passage),
         journal(spec.journal),
         bell_memory(spec.bell, sizeof(Bell), true),
-        values_memory(spec.values, bytes, false) {}
+        values_memory(spec.values, backup ? sizeof(ValuesHeader) : memory_bytes(spec.values), false) {}
 
   Bell& bell() const { return *reinterpret_cast<Bell*>(bell_memory.at()); }
   std::uint64_t written() const override { return journal.written(); }

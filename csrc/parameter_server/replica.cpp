@@ -1,7 +1,6 @@
 #include "parameter_server/replica.h"
 
 #include <algorithm>
-#include <iterator>
 #include <map>
 #include <set>
 

@@ -3,15 +3,10 @@
 #include <sched.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <chrono>
-#include <iterator>
-#include <set>
 #include <thread>
 
 #include "core/error.h"
-#include "core/partition.h"
-#include "core/threads.h"
 
 namespace ringreduce::parameter_server {
 namespace {

@@ -7,21 +7,12 @@
 // itself.
 #pragma once
 
-#include <condition_variable>
-#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
-#include <optional>
-#include <set>
 #include <string>
-#include <thread>
-#include <tuple>
 #include <vector>
 
-#include "core/descriptors.h"
-#include "core/fork.h"
 #include "parameter_server/follower.h"
 #include "parameter_server/leader.h"
 #include "parameter_server/turns.h"
@@ -71,7 +62,7 @@ class Server : public Turns {
   // Makes a block; returns its id and its offset in the values. Throws Error(invalid_argument) if there is no room or
   // no such update of the dtype, and Error(system) if the backup does not confirm it in time.
   std::pair<BlockId, std::size_t> create(const BlockSpec& wanted);
-  // Asks `question` about the replica.
+  // Calls `question` with the replica.
   template <class F>
   auto ask(F&& question) {
     return order([&] { return question(replica_); });
@@ -130,7 +121,9 @@ class Server : public Turns {
   };
   Standing standing();
   // For tests, as Replica::die_at().
-  void die_at(Step step, std::uint64_t times);
+  void die_at(Step step, std::uint64_t times) {
+    order([&] { replica_.die_at(step, times); });
+  }
 
  private:
   void begin_turns() override;

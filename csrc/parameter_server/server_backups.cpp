@@ -3,19 +3,14 @@
 //
 // On one host no agreement is needed that a server has ended. Only the end of its process, or of its thread, counts,
 // and its one backup sees this for itself. server_far_backups.cpp has what differs for backups that are reached by TCP.
-#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <exception>
-#include <iterator>
 #include <memory>
-#include <optional>
 #include <thread>
 #include <utility>
-#include <variant>
 
 #include "core/error.h"
 #include "parameter_server/server.h"

@@ -7,7 +7,7 @@
 // (server/replication.py). The first one to do this wins, and decided() tells each of the two the result. They never
 // both serve the blocks:
 //
-//   The server    From the moment when it has given the backup everything (server_state.cpp), which is before
+//   The server    From the moment when it has given the backup everything (leader.h), which is before
 //                 the backup counts, it carries out, shows and answers nothing that the backup has not confirmed. So
 //                 after the last confirmation it changes nothing that anybody sees, until it has won. If it wins, the
 //                 backup has lost or will lose, and never serves.
@@ -21,9 +21,7 @@
 // There is no lease. Workers on the server's own host copy values out of its memory themselves. While the server is cut
 // off and has not noticed it, they read the values from before the cut. When it has noticed, they wait as well
 // (ValuesHeader::serves).
-#include <algorithm>
 #include <exception>
-#include <iterator>
 #include <utility>
 
 #include "core/error.h"

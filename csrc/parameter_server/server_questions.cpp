@@ -54,10 +54,4 @@ std::vector<Snapshot::Entry> Server::begin_snapshot() {
   });
 }
 
-// ---- For tests ----------------------------------------------------------------------------------------------------
-
-void Server::die_at(Step step, std::uint64_t times) {
-  order([&] { replica_.die_at(step, times); });
-}
-
 }  // namespace ringreduce::parameter_server

@@ -1,5 +1,4 @@
 // Incoming requests of a server, from lanes and from other hosts. They are checked before the shard gets them.
-#include <memory>
 
 #include "parameter_server/server.h"
 

@@ -39,14 +39,13 @@ void make_backup(ps::Server& server, ps::Server& backup) {
   const FileDescriptor journal = ps::Journal::make();
   int passage[2];
   check(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, passage) == 0, "no sockets");
-  backup.follow(
-      std::make_unique<ps::NearPartner>(ps::PartnerSpec{dup(journal.get()), dup(server.bell()), dup(server.values()),
-                                                        own_pidfd().release(), passage[1], 0, "", ""},
-                                        server.capacity()));
-  server.lead(std::make_unique<ps::NearPartner>(
-      ps::PartnerSpec{dup(journal.get()), dup(backup.bell()), dup(backup.values()), own_pidfd().release(), passage[0],
-                      backup.capacity(), "the backup", ""},
-      sizeof(ps::ValuesHeader)));
+  const auto follows = ps::PartnerSpec{
+      dup(journal.get()), dup(server.bell()), dup(server.values()), own_pidfd().release(), passage[1], 0, "", ""};
+  backup.follow(std::make_unique<ps::NearPartner>(follows, false));
+  const auto leads =
+      ps::PartnerSpec{dup(journal.get()), dup(backup.bell()), dup(backup.values()), own_pidfd().release(),
+                      passage[0],         backup.capacity(),  "the backup",         ""};
+  server.lead(std::make_unique<ps::NearPartner>(leads, true));
   wait_for([&] { return server.standing().has_backup; }, "the new backup has not got all");
 }
 

@@ -4,17 +4,17 @@ without an answer, new backups, and servers that leave.
 
 What decides is the `Standing` that production runs. A model of the rest stands for these functions:
 
-- `take`, `carry_out`: Server::take, decide, write_down and keep_back. A server whose backup has been given everything
+- `take`, `carry_out`: Server::take, decide and carry_out, with Leader::write_down and Unconfirmed::next. A server whose backup has been given everything
   carries out what the backup has confirmed. Before that, or without a backup, it carries out everything.
-- `answer`: Server::answer, hold and release_held. A push is answered when the backup has carried it out as well. A
+- `answer`: Server::answer and release_held. A push is answered when the backup has carried it out as well. A
   request that comes again is answered again and has no second effect, as Shard::on(Request) has it.
-- `lead`: Replication.lead, ServerProcess._follow_far, Server::lead, give_state and give_blocks. A backup that
+- `lead`: Replication.lead, ServerProcess._follow_far, Server::lead and Leader. A backup that
   was in the process before is stopped.
-- `follow`: JournalWire::deliver, Server::repeat_all and repeat, with take_block and take_state. A backup passes
+- `follow`: JournalWire::deliver, Server::repeat_all and Follower. A backup passes
   over updates of a block that it has not got (keep_decided). Receiving a record and carrying it out are one step here:
   nobody sees a backup in between, and decided() carries out what is left.
 - `of_link`: a confirmation that the server hears, with its turn after that, and FarPartner::progress with on_silence.
-- `lose`: Server::end and repeat_lose, of a worker whose connection has broken.
+- `lose`: Server::end and Follower::repeat_lose, of a worker whose connection has broken.
 - `silence`, `served`: Replication._break_off, _decide, lead, hand_over, serve_alone and _change.
 - `decided`: Server::decided, with take_over, go_on_alone, give_up and be_replaced.
 - `hand_over`, `left`: ReplicaManager.give_away, Replication.hand_over, Server::freeze and leave_to_backup.
@@ -405,7 +405,7 @@ class Search:
         return self.done(draft)
 
     def lose(self, world: World, me: Replica, worker: int) -> World:
-        """Server::end and repeat_lose, of a worker whose connection has broken."""
+        """Server::end and Follower::repeat_lose, of a worker whose connection has broken."""
         draft = Draft(world)
         draft.put(me, gone=draft.reps[me].gone | {worker})
         if (backup := draft.backup(me)) is not None:

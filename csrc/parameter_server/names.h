@@ -1,0 +1,30 @@
+// What Python calls the values of enumerations.
+#pragma once
+
+#include <array>
+#include <string_view>
+
+#include "parameter_server/replica.h"
+#include "process_group/keywords.h"
+
+namespace ringreduce {
+
+namespace ps = parameter_server;
+
+template <>
+constexpr auto kNames<ps::Rule::Kind> = std::to_array<std::string_view>(
+    {"assign", "reduce", "sgd", "adam", "adagrad", "rmsprop", "rowwise_adagrad", "python"});
+template <>
+constexpr auto kNames<ps::Consistency> = std::to_array<std::string_view>({"sync", "asynchronous", "ssp"});
+template <>
+constexpr auto kNames<ps::RequestKind> =
+    std::to_array<std::string_view>({"", "initialise", "push", "pull", "clock", "barrier", "leave", "restore"});
+template <>
+constexpr auto kNames<ps::Outcome> = std::to_array<std::string_view>(
+    {"", "applied", "late", "initialised", "kept", "ready", "done", "failed", "refused"});
+template <>
+constexpr auto kNames<ps::Step> =
+    std::to_array<std::string_view>({"never", "taken", "journalled", "updated", "carried out", "answered", "gives",
+                                     "takes", "leaves", "inherits", "taking over", "serving"});
+
+}  // namespace ringreduce
