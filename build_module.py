@@ -26,7 +26,8 @@ MACHINES = ("x86_64", "aarch64")
 OLDEST_TORCH = (2, 11)
 
 # torch's headers need C++17 today and its own default is C++20, which every compiler that can build them has.
-# Contraction is off because a fused multiply-add rounds differently: all instruction sets must give the same bits.
+# Contraction is off because a fused multiply-add rounds differently: all instruction sets must give the same bits. Sums
+# of integers wrap around, as torch's do.
 # A warning fails the build in CI only (RINGREDUCE_WERROR=1): other compilers warn about other things.
 FLAGS = [
     "-std=c++20",
@@ -34,6 +35,7 @@ FLAGS = [
     "-DNDEBUG",
     "-fPIC",
     "-fvisibility=hidden",
+    "-fwrapv",
     "-ffp-contract=off",
     "-pthread",
     "-Wall",

@@ -4,8 +4,9 @@ without an answer, new backups, and servers that leave.
 
 What decides is the `Standing` that production runs. A model of the rest stands for these functions:
 
-- `take`, `carry_out`: Server::take, decide and carry_out, with Leader::write_down and Unconfirmed::next. A server whose backup has been given everything
-  carries out what the backup has confirmed. Before that, or without a backup, it carries out everything.
+- `take`, `carry_out`: Server::take, decide and carry_out, with Leader::write_down and Unconfirmed::next. A server whose
+  backup has been given everything carries out what the backup has confirmed. Before that, or without a backup, it
+  carries out everything.
 - `answer`: Server::answer and release_held. A push is answered when the backup has carried it out as well. A
   request that comes again is answered again and has no second effect, as Shard::on(Request) has it.
 - `lead`: Replication.lead, ServerProcess._follow_far, Server::lead and Leader. A backup that
