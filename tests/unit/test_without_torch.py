@@ -108,7 +108,7 @@ def test_a_library_that_only_planning_needs_is_named(library: str) -> None:
 
 
 def test_help_and_plan_load_no_more_than_they_need(copy: Path) -> None:
-    """Also where torch is: these decide how long the commands take to start (bench/start.py measures it)."""
+    """Also where torch is: these decide how long the commands take to start (bench/micro measures it)."""
     heavy = "print([name for name in ('numpy', 'rich', 'scipy', 'torch', 'networkx') if name in sys.modules])"
     code = "from ringreduce import cli\ntry:\n    cli.main({!r})\nexcept SystemExit: pass\n" + heavy
     for folder in (copy, PACKAGE.parent):
