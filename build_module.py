@@ -66,7 +66,10 @@ class Torch:
 
     @property
     def minor(self) -> str:
-        found = re.search(r"__version__ = '((\d+)\.(\d+))", (self.folder / "version.py").read_text())
+        version = self.folder / "version.py"
+        if not version.exists():
+            raise BuildError(f"{self.folder} is not the folder of a torch: it has no version.py")
+        found = re.search(r"__version__ = '((\d+)\.(\d+))", version.read_text())
         if not found or (int(found[2]), int(found[3])) < OLDEST_TORCH:
             raise BuildError(
                 f"torch in {self.folder} is older than {'.'.join(map(str, OLDEST_TORCH))}; install a newer one"
@@ -146,7 +149,8 @@ class NinjaFile:
 
 def flags() -> list[str]:
     strict = ["-Werror"] if os.environ.get("RINGREDUCE_WERROR") == "1" else []
-    return [*FLAGS, *strict, f"-I{CSRC}"]
+    places = [f"-ffile-prefix-map={sysconfig.get_path('purelib')}/=", f"-ffile-prefix-map={ROOT}/="]  # not in messages
+    return [*FLAGS, *strict, *places, f"-I{CSRC}"]
 
 
 def piece(path: Path, sources: list[Path]) -> Path:
@@ -159,7 +163,7 @@ def piece(path: Path, sources: list[Path]) -> Path:
 
 
 def build(package: Path) -> None:
-    """Makes the files in `package`. Others there are for another torch, and stay. Raises BuildError."""
+    """Makes the files in `package`. Those of earlier builds go: they may be of another csrc. Raises BuildError."""
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         raise BuildError("it does not run on a free-threaded Python; use one with the GIL")
     file = NinjaFile(compiler())
@@ -177,6 +181,7 @@ def build(package: Path) -> None:
     bindings = [source for source in sources if knows_torch(source) and "bindings" in source.name]
     calls = [source for source in sources if knows_torch(source) and "bindings" not in source.name]
     python = f"-isystem{sysconfig.get_path('include')}"
+    made = set[Path]()
     for torch in torches():
         folder = BUILD / f"{sys.implementation.cache_tag}-torch{torch.minor}"
         pieces = [
@@ -190,10 +195,12 @@ def build(package: Path) -> None:
             for name, members in (("bindings", bindings), ("calls", calls))
         ]
         module = package / f"_C_torch{torch.minor}{sysconfig.get_config_var('EXT_SUFFIX')}"
-        file.add("link", module, [*pieces, *engine], module.name, libraries=torch.libraries)
+        made.add(file.add("link", module, [*pieces, *engine], module.name, libraries=torch.libraries))
     BUILD.mkdir(exist_ok=True)
     written = BUILD / f"{sys.implementation.cache_tag}.ninja"
     written.write_text("\n".join(file.lines) + "\n")
     jobs = ["-j", os.environ["MAX_JOBS"]] if "MAX_JOBS" in os.environ else []
     if subprocess.run([ninja(), "-f", str(written), *jobs], check=False).returncode:
         raise BuildError("csrc could not be compiled; the compiler says why above")
+    for earlier in set(package.glob("_C*.so")) - made:
+        earlier.unlink()

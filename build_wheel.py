@@ -60,6 +60,10 @@ def main(versions: list[str]) -> None:
             **settings,
         )
         (made,) = Path(temporary).glob("*.whl")
+        for earlier in dist.glob(
+            f"ringreduce-*-{made.stem.split('-')[2]}-*.whl"
+        ):  # maybe for fewer torches, and preferred
+            earlier.unlink()
         # torch's libraries are there when the module is opened. What the rest needs of Linux becomes the wheel's name.
         excluded = [word for library in ("c10", "torch*") for word in ("--exclude", f"lib{library}.so")]
         run("auditwheel", "repair", "--strip", "--wheel-dir", str(dist), *excluded, str(made))

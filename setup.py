@@ -18,9 +18,6 @@ class build_ext(setuptools_build_ext):
 
     def run(self) -> None:
         package = Path(ROOT if self.inplace else self.build_lib, "ringreduce").absolute()
-        if not self.inplace:  # a wheel has what this build makes, not what an earlier one has left there
-            for earlier in package.glob("_C*.so"):
-                earlier.unlink()
         try:
             build_module.build(package)
             build_cuda.build(package, ROOT / "build/cuda")

@@ -18,16 +18,16 @@ stores the name, so it can be compiled before the group is made, and it goes on 
 
 **Tensors.** All tensors of a call have one dtype and are on one device. Only numbers of elements must fit, not shapes.
 A call that reduces takes the dtypes for which docs/support.md has the operation, and `op` is 'sum', 'avg', 'product',
-'min', 'max', 'band', 'bor' or 'bxor'. The call has ended when the
-function returns.
+'min', 'max', 'band', 'bor' or 'bxor'. With CPU tensors the call has ended when the function returns.
 
-**Gradients.** These functions have none. They refuse tensors that require a gradient, unless gradients are switched
-off: call them under `torch.no_grad()` or `torch.inference_mode()`, or in a `torch.autograd.Function`. torch's
-functional collectives have gradients.
+**Gradients.** These functions have none. They refuse tensors whose gradient is recorded, in forward mode and by
+`torch.func` too: call them under `torch.no_grad()` or `torch.inference_mode()`, or in a `torch.autograd.Function`.
+torch's functional collectives have gradients.
 
-**Errors.** `InvalidArgument` for a group or tensors that cannot be served, and the errors of a call that has failed, as
-`ringreduce.all_reduce` and the other direct calls raise them. A compiler that finds a wrong argument raises its own
-error, whose text has ours.
+**Errors.** `InvalidArgument` for an unknown group or operation and for sizes, dtypes and devices that do not fit, and
+the errors of a call that has failed, as the direct calls raise them. torch raises its own for arguments of a wrong
+type, such as a process group in place of its name, and for sparse and quantized tensors. A compiler that finds a wrong
+argument raises its own error, whose text has ours.
 
 A compiler drops a call whose result the graph does not use, as it drops other computations. All ranks must compile the
 same graph, so that all of them drop it.

@@ -31,7 +31,7 @@ enum class Step : std::uint32_t {
 };
 
 struct Replica {
-  // The pushes of an update that Python computes need `enter`, which calls its argument with what that takes.
+  // Calls its argument with what an update by Python needs, such as the GIL.
   using Enter = std::function<void(const std::function<void()>&)>;
   // Called with each reply as soon as its operation, if it has one, has been carried out or has failed.
   using Answer = std::function<void(const Reply&, const Operation*, bool failed)>;

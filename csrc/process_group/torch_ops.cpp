@@ -71,10 +71,6 @@ c10d::ReduceOp operation(std::string_view op, const char* what) {
 void check(const char* what, Tensors tensors) {
   const Tensor& first = *tensors.begin();
   for (const Tensor& each : tensors) {
-    if (each.requires_grad() && at::GradMode::is_enabled())
-      invalid(what,
-              ": a tensor requires grad, and this op has no gradient; call it under torch.no_grad() or in a "
-              "torch.autograd.Function, or take torch's functional collectives, which have gradients");
     if (each.scalar_type() != first.scalar_type())
       invalid(what, ": the output is of ", name(dtype_of(first.scalar_type(), what)), " and the input of ",
               name(dtype_of(each.scalar_type(), what)), "; they must have one dtype");
@@ -205,10 +201,37 @@ TORCH_LIBRARY_IMPL(ringreduce, Meta, m) {
   m.impl("all_to_all_into", fake_all_to_all);
 }
 
-// check() takes the place of autograd.
+// In the place of autograd: a tensor whose gradient is recorded, by autograd, in forward mode or by torch.func, would
+// get a wrong one without a word.
+void refuse_gradient(const char* what, const Tensor& tensor) {
+  if ((tensor.requires_grad() && at::GradMode::is_enabled()) || tensor._fw_grad(0).defined())
+    invalid(what,
+            ": a tensor requires grad, and this op has no gradient; call it under torch.no_grad() or in a "
+            "torch.autograd.Function, or take torch's functional collectives, which have gradients");
+}
+template <class T>
+void refuse_gradient(const char*, const T&) {}
+
+constexpr char kAllReduce[] = "ringreduce::all_reduce_", kBroadcast[] = "ringreduce::broadcast_",
+               kAllGather[] = "ringreduce::all_gather_into", kReduceScatter[] = "ringreduce::reduce_scatter_into",
+               kAllToAll[] = "ringreduce::all_to_all_into";
+
+template <const char* Name, class... Arguments>
+void without_gradient(c10::DispatchKeySet keys, Arguments... arguments) {
+  constexpr std::size_t kPrefix = sizeof("ringreduce::") - 1;
+  (refuse_gradient(Name + kPrefix, arguments), ...);
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(Name, "").typed<void(Arguments...)>();
+  op.redispatch(keys & c10::after_autograd_keyset, arguments...);
+}
+
 TORCH_LIBRARY_IMPL(ringreduce, Autograd, m) {
-  for (const char* op : {"all_reduce_", "broadcast_", "all_gather_into", "reduce_scatter_into", "all_to_all_into"})
-    m.impl(op, torch::CppFunction::makeFallthrough());
+  using Text = std::string_view;
+  using Splits = at::OptionalSymIntArrayRef;
+  m.impl("all_reduce_", without_gradient<kAllReduce, const Tensor&, Text, Text>);
+  m.impl("broadcast_", without_gradient<kBroadcast, const Tensor&, Text, int64_t>);
+  m.impl("all_gather_into", without_gradient<kAllGather, const Tensor&, const Tensor&, Text>);
+  m.impl("reduce_scatter_into", without_gradient<kReduceScatter, const Tensor&, const Tensor&, Text, Text>);
+  m.impl("all_to_all_into", without_gradient<kAllToAll, const Tensor&, const Tensor&, Text, Splits, Splits>);
 }
 
 }  // namespace

@@ -102,6 +102,8 @@ def _write(planned: Planned, arguments: argparse.Namespace) -> list[Path]:
         raise InvalidArgument(
             "--save: switches reduce in this plan, which no engine of ringreduce runs; leave out --save"
         )
+    if arguments.html:  # first, since a plan may be too large for a page
+        draw.page(planned, arguments.size, arguments.html)
     if arguments.save:
         write_file(arguments.save, f"{planned.whole().to_json()}\n".encode())
     if arguments.plot:
@@ -110,8 +112,6 @@ def _write(planned: Planned, arguments: argparse.Namespace) -> list[Path]:
         draw.machine(planned.graph, planned.rings, planned.trees, arguments.plot, planned.ranks, note)
     if arguments.plot_links:
         draw.loads(planned, arguments.size, arguments.plot_links)
-    if arguments.html:
-        draw.page(planned, arguments.size, arguments.html)
     return [path for path in (arguments.save, arguments.plot, arguments.plot_links, arguments.html) if path]
 
 

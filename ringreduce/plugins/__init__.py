@@ -39,6 +39,7 @@ def register_sglang() -> None:
     """Called by SGLang in each of its processes; acts if SGLANG_PLUGINS has `ringreduce`.
 
     Raises ImportError if ringreduce cannot be imported; SGLang logs what its plugins raise, and goes on without them.
+    It looks for the functions that are replaced only later, and logs it if one is missing.
     """
     from sglang.srt.environ import envs
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -48,7 +49,7 @@ def register_sglang() -> None:
     from ringreduce.groups.as_gloo import as_gloo
     from ringreduce.plugins import sglang
 
-    as_gloo()
     where = "sglang.srt.distributed.parallel_state"
     HookRegistry.register(f"{where}.is_shm_available", sglang.is_shm_available, HookType.REPLACE)
     HookRegistry.register(f"{where}.GroupCoordinator.all_reduce", sglang.all_reduce, HookType.AROUND)
+    as_gloo()

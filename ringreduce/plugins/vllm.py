@@ -26,9 +26,7 @@ class Communicator(CpuCommunicator):  # type: ignore[misc]
 
 
 class _Calls:
-    """What `CpuCommunicator` calls of torch.distributed, for one group."""
-
-    gather = staticmethod(dist.gather)
+    """torch.distributed as `CpuCommunicator` calls it, for one group."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -38,3 +36,6 @@ class _Calls:
 
     def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup) -> None:
         ops.all_gather_into(output, input, self.name)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)

@@ -143,6 +143,12 @@ def wrong(me: Rank) -> None:
     x = torch.ones(4)
     with me.join():
         group = world()
+
+        def reduced(x: torch.Tensor) -> torch.Tensor:
+            y = x * 1
+            ops.all_reduce_(y, group)
+            return y.sum()
+
         for function, message in (
             (lambda: ops.all_reduce_(x, "nobody"), "group is 'nobody', and no process group has this name"),
             (lambda: ops.all_reduce_(x, group, "mean"), "op is 'mean'; it must be 'sum', 'avg'"),
@@ -151,7 +157,10 @@ def wrong(me: Rank) -> None:
             (lambda: ops.all_gather_into(x.new_empty(8).double(), x, group), "of float64 and the input of float32"),
             (lambda: ops.all_gather_into(x.new_empty(7), x, group), "7"),
             (lambda: ops.reduce_scatter_into(x.new_empty(3), x, group), "3"),
-            (lambda: ops.all_reduce_(x.clone().requires_grad_(), group), "this op has no gradient"),
+            (lambda: ops.all_reduce_(x.clone().requires_grad_(), group), "all_reduce_: .* this op has no gradient"),
+            (lambda: torch.func.grad(reduced)(x), "this op has no gradient"),
+            (lambda: torch.func.jvp(reduced, (x,), (x,)), "this op has no gradient"),
+            (lambda: ops.all_gather_into(x.new_empty(8), x.clone().requires_grad_(), group), "has no gradient"),
         ):
             with pytest.raises(InvalidArgument, match=message):
                 function()

@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 STAND_IN = ROOT / "tests/stand_in"
 
-# Contraction is off as in setup.py: a fused multiply-add rounds differently.
+# Contraction is off as in build_module.py: a fused multiply-add rounds differently.
 WARNINGS = ["-Wall", "-Wextra", *(["-Werror"] if os.environ.get("RINGREDUCE_WERROR") == "1" else [])]
 FLAGS = ["-std=c++20", "-O1", "-g1", *WARNINGS, "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread"]
 INCLUDES = [f"-I{ROOT / 'csrc'}", f"-I{STAND_IN}"]
@@ -94,10 +94,10 @@ def _compile(source: Path, objects: Path) -> Path:
 
 
 def _of_extension(source: Path) -> Path | None:
-    """The object that setup.py has of it, if it is newer than the source and than every header."""
+    """The object that build_module.py has of it, if it is newer than the source and than every header."""
     newest = max(source.stat().st_mtime, _newest_header())
-    places = ROOT.glob(f"build/*-torch-*/{source.relative_to(ROOT).with_suffix('.o')}")
-    return next((place for place in places if place.stat().st_mtime > newest), None)
+    place = ROOT / "build/engine" / source.relative_to(ROOT / "csrc").with_suffix(".o")
+    return place if place.exists() and place.stat().st_mtime > newest else None
 
 
 @functools.cache

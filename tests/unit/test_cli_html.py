@@ -55,6 +55,12 @@ def test_hops_are_those_of_the_simulation() -> None:
     assert {hop.slice for hop in found} == set(range(expected.rounds))
 
 
+def test_a_plan_with_too_many_slices_is_played_by_whole_chunks(tmp_path: Path, capsys: Captured) -> None:
+    path = tmp_path / "plan.html"
+    assert cli.main(["plan", "dgx2", "--algorithm", "tree", "--size", "10GB", "--html", str(path)]) == 0
+    assert len(data_of(path)["hops"]) == 120
+
+
 def test_the_page_needs_nothing_else(page: Path) -> None:
     text = page.read_text()
     assert "default-src 'none'" in text

@@ -75,7 +75,7 @@ def check(wheel: Path, minors: list[str], torch: str | None) -> None:
     installed = time.monotonic() - start
     try:
         version = environment.run("-c", "import torch; print(torch.__version__)").stdout.strip()
-        if version.rpartition(".")[0] in minors:
+        if ".".join(version.split(".")[:2]) in minors:
             said = environment.run(
                 "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", PROGRAM
             ).stdout

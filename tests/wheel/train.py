@@ -13,6 +13,7 @@ STEPS = 20
 
 dist.init_process_group("ringreduce")
 import ringreduce  # noqa: E402
+from ringreduce import ops  # noqa: E402
 
 assert Path(ringreduce.__file__).is_relative_to(sys.prefix), f"{ringreduce.__file__} is not the installed wheel"
 assert Path(ringreduce._C.__file__).name.startswith(f"_C_torch{'.'.join(torch.__version__.split('.')[:2])}.")
@@ -37,6 +38,8 @@ for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
 total = torch.full((1000,), rank + 1.0)
 ringreduce.all_reduce(total)
 assert total.eq(size * (size + 1) / 2).all()
+ops.all_reduce_(total, dist.group.WORLD.group_name)
+assert total.eq(size * size * (size + 1) / 2).all()
 if rank == 0:
     print(f"{STEPS} steps of DDP on {size} ranks are those of one process", flush=True)
 dist.destroy_process_group()

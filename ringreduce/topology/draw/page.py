@@ -42,11 +42,12 @@ def _scenes(planned: Planned, size_bytes: int) -> dict[str, Any]:
         raise PlanError(f"{planned.plan.name} cannot be played: {why}")
     network, plan = planned.network, planned.plan
     per_slice = sum(len(step.send) for channel in plan.channels for program in channel.programs for step in program)
-    best = simulate(plan, network, size_bytes) if per_slice <= MOST_HOPS else None
-    if best and best.messages > MOST_HOPS:
-        best = simulate(plan, network, size_bytes, slice_bytes=float(max(1, size_bytes)))
-    found = hops(plan, network, size_bytes, best.slice_bytes) if best else []
-    if not best or len(found) > MOST_HOPS:
+    for slice_bytes in (None, float(max(1, size_bytes))) if per_slice <= MOST_HOPS else ():  # else whole chunks
+        best = simulate(plan, network, size_bytes, slice_bytes=slice_bytes)
+        found = hops(plan, network, size_bytes, best.slice_bytes) if best.messages <= MOST_HOPS else []
+        if 0 < len(found) <= MOST_HOPS:
+            break
+    else:
         raise PlanError(
             f"{plan.name} has more than {MOST_HOPS} messages on links, the most that a page can play; take fewer GPUs"
         )
