@@ -97,6 +97,17 @@ def torches() -> list[Torch]:
     return [Torch(Path(spec.submodule_search_locations[0]))]
 
 
+def requirement() -> str:
+    """The versions of torch that this build has modules for, in pip's words; without a torch, those that will do."""
+    try:
+        minors = sorted(tuple(map(int, torch.minor.split("."))) for torch in torches())
+    except BuildError:
+        return f"torch>={'.'.join(map(str, OLDEST_TORCH))}"
+    (major, first), (_, last) = minors[0], minors[-1]
+    missing = [f",!={major}.{minor}.*" for minor in range(first, last) if (major, minor) not in minors]
+    return f"torch>={major}.{first}.dev0,<{major}.{last + 1}.dev0{''.join(missing)}"
+
+
 def compiler() -> list[str]:
     """The command of the C++ compiler, after ccache where that is there. Raises BuildError if this machine has none."""
     if sys.platform != "linux" or platform.machine() not in MACHINES:

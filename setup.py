@@ -32,4 +32,8 @@ class build_ext(setuptools_build_ext):
 
 
 # Without sources: it says only that this package is made for one machine and one Python.
-setup(ext_modules=[Extension("ringreduce._C", [])], cmdclass={"build_ext": build_ext})
+setup(
+    ext_modules=[Extension("ringreduce._C", [])],
+    cmdclass={"build_ext": build_ext},
+    install_requires=[build_module.requirement(), "numpy"],
+)

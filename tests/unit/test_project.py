@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
@@ -31,6 +32,26 @@ def test_make_installs_what_the_groups_have() -> None:
     assert tools("BENCH_TOOLS") <= group("bench") <= tools("BENCH_TOOLS") | run | tools("TEST_TOOLS")
     assert group("docs") == tools("DOCS_TOOLS")
     assert group("examples") <= run
+
+
+@pytest.mark.parametrize(
+    ("versions", "wanted"),
+    [
+        (["2.13.1+cpu"], "torch>=2.13.dev0,<2.14.dev0"),
+        (["2.15.0", "2.11.0", "2.14.0.dev20261101"], "torch>=2.11.dev0,<2.16.dev0,!=2.12.*,!=2.13.*"),
+        (["2.10.0"], "torch>=2.11"),
+    ],
+)
+def test_a_build_asks_for_the_torch_that_it_is_for(
+    versions: list[str], wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    build_module = importlib.import_module("build_module")
+    for version in versions:
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "version.py").write_text(f"__version__ = '{version}'\n")
+    monkeypatch.setenv("RINGREDUCE_TORCHS", ":".join(str(tmp_path / version) for version in versions))
+    assert build_module.requirement() == wanted
 
 
 def test_users_get_no_tools_of_contributors() -> None:

@@ -70,12 +70,13 @@ class Environment:
 
 def check(wheel: Path, minors: list[str], torch: str | None) -> None:
     environment = Environment(torch)
-    start = time.monotonic()
-    environment.pip("install", "-q", "--no-index", "--no-deps", wheel)
-    installed = time.monotonic() - start
     try:
         version = environment.run("-c", "import torch; print(torch.__version__)").stdout.strip()
-        if ".".join(version.split(".")[:2]) in minors:
+        fits = ".".join(version.split(".")[:2]) in minors
+        start = time.monotonic()
+        environment.pip("install", "-q", "--no-index", *([] if fits else ["--no-deps"]), wheel)
+        installed = time.monotonic() - start
+        if fits:
             said = environment.run(
                 "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", PROGRAM
             ).stdout
