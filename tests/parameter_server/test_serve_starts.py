@@ -103,7 +103,7 @@ def waits_for_the_store(pid: int) -> None:
         ran = Path(f"/proc/{pid}/stat").read_text().split()[13]
         time.sleep(0.2)
         maps = Path(f"/proc/{pid}/maps").read_text()
-        idle = "ringreduce/_C." in maps and int(Path(f"/proc/{pid}/stat").read_text().split()[13]) - int(ran) < 3
+        idle = "ringreduce/_C_torch" in maps and int(Path(f"/proc/{pid}/stat").read_text().split()[13]) - int(ran) < 3
         still = still + 1 if idle else 0
 
 
