@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -503,15 +504,12 @@ def default_groups(me: Rank, count: int) -> Iterator[None]:
 
 
 def growth(me: Rank, groups: Callable[[Rank, int], Iterator[None]], count: int) -> dict[str, int]:
-    at: list[dict[str, int]] = []
-    for number, _ in enumerate(groups(me, count), start=1):
-        if number in (FIRST, (FIRST + count) // 2, count):
-            at.append(held())
-    before, _, after = at
-    grown = {what: after[what] - before[what] for what in before}
-    # What leaks grows in both halves. A heap that threads on a busy machine needed for once grows in one.
+    looks = [FIRST + (count - FIRST) * quarter // 4 for quarter in range(5)]
+    at = [held() for number, _ in enumerate(groups(me, count), start=1) if number in looks]
+    grown = {what: at[-1][what] - at[0][what] for what in at[0]}
+    # What leaks grows in every quarter. A heap that threads on a busy machine needed for once grows in some.
     resident = [state["resident KB"] for state in at]
-    return grown | {"resident KB": 2 * min(resident[1] - resident[0], resident[2] - resident[1])}
+    return grown | {"resident KB": 4 * min(after - before for before, after in pairwise(resident))}
 
 
 @pytest.mark.parametrize("groups", (subgroups, default_groups))
