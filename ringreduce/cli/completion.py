@@ -6,6 +6,7 @@ Made from the parsers of the commands, so it knows all of them. Shells complete 
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 from importlib import import_module
 from typing import NamedTuple
@@ -61,7 +62,7 @@ def _commands() -> Commands:
             if not action.option_strings:
                 words += choices
             elif action.help != argparse.SUPPRESS:
-                summary_of = (action.help or "").replace("%%", "%").partition(" (default")[0]
+                summary_of = re.sub(r" \(default[^()]*\)$", "", (action.help or "").replace("%%", "%"))
                 options.append(_Option(tuple(action.option_strings), summary_of, action.nargs != 0, choices))
         found[name] = summary, options, tuple(words)
     return found
