@@ -50,8 +50,8 @@ class Environment:
             others = {str(Path(spec.origin).parents[1]), sysconfig.get_path("purelib")}
             (site / "torch_of_another.pth").write_text("".join(f"{path}\n" for path in sorted(others)))
 
-    def run(self, *words: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
-        settings = {"PATH": str(self.folder / "bin"), "HOME": str(self.folder), "OMP_NUM_THREADS": "1"}
+    def run(self, *words: str | Path, check: bool = True, **more: str) -> subprocess.CompletedProcess[str]:
+        settings = {"PATH": str(self.folder / "bin"), "HOME": str(self.folder), "OMP_NUM_THREADS": "1", **more}
         return subprocess.run(
             [self.folder / "bin/python", *words],
             check=check,
@@ -71,10 +71,11 @@ class Environment:
 def check(wheel: Path, minors: list[str], torch: str | None) -> None:
     environment = Environment(torch)
     try:
-        version = environment.run("-c", "import torch; print(torch.__version__)").stdout.strip()
+        asked = "import torch; print(torch.__version__)"
+        version = environment.run("-c", asked, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout.strip()
         fits = ".".join(version.split(".")[:2]) in minors
         start = time.monotonic()
-        environment.pip("install", "-q", "--no-index", *([] if fits else ["--no-deps"]), wheel)
+        environment.pip("install", "-q", "--no-index", "--no-deps", wheel)
         installed = time.monotonic() - start
         if fits:
             said = environment.run(
