@@ -95,6 +95,8 @@ def _compile(source: Path, objects: Path) -> Path:
 
 def _of_extension(source: Path) -> Path | None:
     """The object that build_module.py has of it, if it is newer than the source and than every header."""
+    if not source.is_relative_to(ROOT / "csrc"):
+        return None
     newest = max(source.stat().st_mtime, _newest_header())
     place = ROOT / "build/engine" / source.relative_to(ROOT / "csrc").with_suffix(".o")
     return place if place.exists() and place.stat().st_mtime > newest else None
