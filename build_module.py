@@ -18,12 +18,16 @@ import sysconfig
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from runpy import run_path
 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
 BUILD = ROOT / "build"
 MACHINES = ("x86_64", "aarch64")
 OLDEST_TORCH = (2, 11)
+
+# By its path: the package itself would look for torch.
+file_for = run_path(str(ROOT / "ringreduce/common/compiled.py"))["file_for"]
 
 # torch's headers need C++17 today and its own default is C++20, which every compiler that can build them has.
 # Contraction is off because a fused multiply-add rounds differently: all instruction sets must give the same bits. Sums
@@ -80,7 +84,8 @@ class Torch:
     def headers(self) -> list[str]:
         """As system headers, so that warnings are about our code only."""
         include = self.folder / "include"
-        return [f"-isystem{include}", f"-isystem{include / 'torch/csrc/api/include'}"]
+        place = f"-ffile-prefix-map={self.folder.parent}/="  # in torch's messages
+        return [f"-isystem{include}", f"-isystem{include / 'torch/csrc/api/include'}", place]
 
     @property
     def libraries(self) -> list[str]:
@@ -160,8 +165,7 @@ class NinjaFile:
 
 def flags() -> list[str]:
     strict = ["-Werror"] if os.environ.get("RINGREDUCE_WERROR") == "1" else []
-    places = [f"-ffile-prefix-map={sysconfig.get_path('purelib')}/=", f"-ffile-prefix-map={ROOT}/="]  # not in messages
-    return [*FLAGS, *strict, *places, f"-I{CSRC}"]
+    return [*FLAGS, *strict, f"-ffile-prefix-map={ROOT}/=", f"-I{CSRC}"]  # messages name no folder of this machine
 
 
 def piece(path: Path, sources: list[Path]) -> Path:
@@ -179,18 +183,13 @@ def build(package: Path) -> None:
         raise BuildError("it does not run on a free-threaded Python; use one with the GIL")
     file = NinjaFile(compiler())
     sources = sorted(path for path in CSRC.rglob("*.cpp") if "stress" not in path.parts)
-    engine = [
-        file.add(
-            "compile",
-            BUILD / "engine" / source.relative_to(CSRC).with_suffix(".o"),
-            [source],
-            str(source.relative_to(ROOT)),
-        )
-        for source in sources
-        if not knows_torch(source)
-    ]
-    bindings = [source for source in sources if knows_torch(source) and "bindings" in source.name]
-    calls = [source for source in sources if knows_torch(source) and "bindings" not in source.name]
+    engine, bindings, calls = [], [], []
+    for source in sources:
+        if knows_torch(source):
+            (bindings if "bindings" in source.name else calls).append(source)
+        else:
+            made_of_it = BUILD / "engine" / source.relative_to(CSRC).with_suffix(".o")
+            engine.append(file.add("compile", made_of_it, [source], str(source.relative_to(ROOT))))
     python = f"-isystem{sysconfig.get_path('include')}"
     made = set[Path]()
     for torch in torches():
@@ -205,7 +204,7 @@ def build(package: Path) -> None:
             )
             for name, members in (("bindings", bindings), ("calls", calls))
         ]
-        module = package / f"_C_torch{torch.minor}{sysconfig.get_config_var('EXT_SUFFIX')}"
+        module = package / file_for(torch.minor).name
         made.add(file.add("link", module, [*pieces, *engine], module.name, libraries=torch.libraries))
     BUILD.mkdir(exist_ok=True)
     written = BUILD / f"{sys.implementation.cache_tag}.ninja"

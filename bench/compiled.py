@@ -18,7 +18,6 @@ Exit code: 0, 1 if a rank failed or a result was wrong, 2 if the request makes n
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 
@@ -83,7 +82,7 @@ class Layer(nn.Module):
 def measure(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     """One rank: microseconds by round of each way, per all_reduce."""
     group = dist.new_group(backend="ringreduce", timeout=harness.TIMEOUT)
-    calls: dict[str, Callable[[], object]] = {}
+    calls: dict[str, harness.Call] = {}
     outputs, times = {}, {}
     x = torch.randn(1, args.hidden, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
@@ -100,19 +99,8 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
         for _ in range(args.rounds):
             for kind, call in calls.items():
                 call()
-                times[kind].append(seconds(call, args.repeat) / (2 * args.layers) * 1e6)
+                times[kind].append(harness.seconds(call, args.repeat) / (2 * args.layers) * 1e6)
     return times
-
-
-def seconds(call: Callable[[], object], repeat: int) -> float:
-    """Mean of `repeat` calls on the slowest rank; all begin together."""
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(repeat):
-        call()
-    taken = torch.tensor((time.perf_counter() - start) / repeat, dtype=torch.float64)
-    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-    return float(taken)
 
 
 def lines(times: dict[str, list[float]]) -> list[str]:

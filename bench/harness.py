@@ -222,6 +222,15 @@ def _recorded_event() -> torch.cuda.Event:
     return event
 
 
+def seconds(call: Call, repeat: int) -> float:
+    """Mean of `repeat` calls on the slowest rank; all begin together."""
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(repeat):
+        call()
+    return float(_slowest(torch.tensor((time.perf_counter() - start) / repeat, dtype=torch.float64)))
+
+
 def _slowest(values: Tensor) -> Tensor:
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     return values

@@ -29,7 +29,6 @@ import importlib.util
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -243,19 +242,8 @@ def alternate(calls: dict[str, Measurements], rounds: int, repeat: int) -> dict[
         for backend, of_backend in calls.items():
             for name, call in of_backend.items():
                 call()
-                times[backend][name].append(seconds(call, repeat))
+                times[backend][name].append(harness.seconds(call, repeat))
     return times
-
-
-def seconds(call: harness.Call, repeat: int) -> float:
-    """Mean of `repeat` calls on the slowest rank; all begin together."""
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(repeat):
-        call()
-    taken = torch.tensor((time.perf_counter() - start) / repeat, dtype=torch.float64)
-    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-    return float(taken)
 
 
 def rows(part: str, case: str, times: dict[str, Times], steps: int) -> list[Row]:

@@ -14,9 +14,10 @@ STEPS = 20
 dist.init_process_group("ringreduce")
 import ringreduce  # noqa: E402
 from ringreduce import ops  # noqa: E402
+from ringreduce.common import compiled  # noqa: E402
 
 assert Path(ringreduce.__file__).is_relative_to(sys.prefix), f"{ringreduce.__file__} is not the installed wheel"
-assert Path(ringreduce._C.__file__).name.startswith(f"_C_torch{'.'.join(torch.__version__.split('.')[:2])}.")
+assert Path(ringreduce._C.__file__) == compiled.file_for(torch.__version__)
 assert not any(map(shutil.which, ("c++", "g++", "cc", "gcc", "clang", "clang++"))), "a compiler was found"
 
 rank, size = dist.get_rank(), dist.get_world_size()
