@@ -11,8 +11,6 @@
 namespace ringreduce::parameter_server {
 namespace {
 
-// The server goes on without a backup that has done nothing for this long.
-constexpr Nanoseconds kBackupStands = 5 * kSecond;
 // Pieces that have been given and that the backup has not taken. Bounds how long requests wait for the backup.
 constexpr std::size_t kMostUnderWay = 4;
 

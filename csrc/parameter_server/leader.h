@@ -25,6 +25,9 @@ namespace ringreduce::parameter_server {
 
 class Leader {
  public:
+  // The server goes on without a backup on its host that has done nothing for this long.
+  static constexpr Nanoseconds kBackupStands = 5 * kSecond;
+
   // Writes the state as the first record. `number` is the backup's in ValuesHeader::backup. Throws Error(system) if the
   // backup does not take it.
   Leader(Replica& replica, std::unique_ptr<Partner> its, std::uint32_t number);

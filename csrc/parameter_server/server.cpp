@@ -12,7 +12,7 @@ namespace ringreduce::parameter_server {
 namespace {
 
 // create() fails when the backup has not confirmed the block for this long.
-constexpr Nanoseconds kBackupSilent = 30 * kSecond, kNearSilent = 5 * kSecond;
+constexpr Nanoseconds kBackupSilent = 30 * kSecond;
 
 }  // namespace
 
@@ -119,7 +119,7 @@ std::pair<BlockId, std::size_t> Server::create(const BlockSpec& wanted) {
   };
   order(make);
   while (!kept) {  // polls, so that the server can take turns while the backup catches up
-    const Nanoseconds patience = place || !only_near_ ? kBackupSilent : kNearSilent;
+    const Nanoseconds patience = place || !only_near_ ? kBackupSilent : Leader::kBackupStands;
     if (ringreduce::now() - since > patience)
       throw Error(ErrorKind::system, "the server's backup has done nothing for " + std::to_string(patience / kSecond) +
                                          " s, so there can be no more keys: has its process been stopped?");

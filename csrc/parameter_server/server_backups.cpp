@@ -18,9 +18,9 @@
 namespace ringreduce::parameter_server {
 namespace {
 
-constexpr Nanoseconds kLookEvery = 2 * kMillisecond;  // between a backup's checks whether its server has ended
-constexpr Nanoseconds kLeaving = kSecond;             // a server that leaves waits so long for its backup
-constexpr Nanoseconds kMissing = 10 * kSecond;        // workers must come to a backup within this time of the takeover
+constexpr Nanoseconds kLookForServerEvery = 2 * kMillisecond;  // between a backup's checks whether its server has ended
+constexpr Nanoseconds kLeaving = kSecond;                      // a server that leaves waits so long for its backup
+constexpr Nanoseconds kMissing = 10 * kSecond;  // workers must come to a backup within this time of the takeover
 
 }  // namespace
 
@@ -229,7 +229,7 @@ void Server::give_up(const std::string& why) {
 void Server::look_for_partner() {
   if (follower_->server->far()) return forget_gone();  // decided() says when to take over
   const Nanoseconds t = ringreduce::now();
-  if (t - looked_ < kLookEvery) return;
+  if (t - looked_ < kLookForServerEvery) return;
   looked_ = t;
   const ValuesHeader& its = follower_->server->header();
   const auto counts = [&] { return its.backup.load(std::memory_order_seq_cst); };
@@ -277,8 +277,8 @@ void Server::lose_missing() {
 
 void Server::take_over() {
   replica_.pass(Step::taking_over);
-  const auto leader = std::exchange(follower_, nullptr);
-  Partner& ended = *leader->server;
+  const auto follower = std::exchange(follower_, nullptr);
+  Partner& ended = *follower->server;
   serves_ = true;
   is_heir_ = frozen_ = false;
   if (ended.far()) settle_workers();

@@ -8,7 +8,6 @@
 namespace ringreduce::parameter_server {
 namespace {
 
-constexpr Nanoseconds kLookEvery = 20 * kMillisecond;   // between checks for processes that have ended
 constexpr Nanoseconds kFollowEvery = 5 * kMillisecond;  // between a backup's checks of the process of its server
 
 }  // namespace

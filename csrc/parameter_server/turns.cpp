@@ -10,8 +10,7 @@
 namespace ringreduce::parameter_server {
 namespace {
 
-constexpr Nanoseconds kLookEvery = 20 * kMillisecond;  // the thread sleeps no longer
-constexpr int kLooks = 100, kYields = 50;              // the thread polls, then yields so often before it sleeps
+constexpr int kLooks = 100, kYields = 50;  // the thread polls, then yields so often before it sleeps
 
 }  // namespace
 

@@ -56,6 +56,9 @@ class Turns {
   };
 
  protected:
+  // The thread sleeps no longer, so that it notices processes that have ended.
+  static constexpr Nanoseconds kLookEvery = 20 * kMillisecond;
+
   void start();  // the thread
 
   // This thread takes turns from now on, or no longer.

@@ -8,7 +8,6 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <functional>
 #include <initializer_list>
 #include <string>
@@ -54,17 +53,11 @@ c10::intrusive_ptr<ProcessGroupRing> backend_of(std::string_view group, const Te
 }
 
 c10d::ReduceOp operation(std::string_view op, const char* what) {
-  const auto& names = detail::kReduceOps;
-  const auto end = names.end() - 1;  // premul_sum, the last, would need its factor
-  const auto found = std::find(names.begin(), end, op);
-  static_assert(names.back() == "premul_sum");
-  if (found == end)
-    invalid(what, ": op is '", op, "'; it must be 'sum', 'avg', 'product', 'min', 'max', 'band', 'bor' or 'bxor'");
-  // In the order of c10d's, as arguments.cpp has them one by one.
-  static constexpr c10d::ReduceOp::RedOpType types[] = {
-      c10d::ReduceOp::SUM, c10d::ReduceOp::AVG,  c10d::ReduceOp::PRODUCT, c10d::ReduceOp::MIN,
-      c10d::ReduceOp::MAX, c10d::ReduceOp::BAND, c10d::ReduceOp::BOR,     c10d::ReduceOp::BXOR};
-  return types[found - names.begin()];
+  for (int each = c10d::ReduceOp::SUM; each < c10d::ReduceOp::PREMUL_SUM; ++each) {  // that one would need its factor
+    const c10d::ReduceOp found(static_cast<c10d::ReduceOp::RedOpType>(each));
+    if (name(reduce_op_of(found)) == op) return found;
+  }
+  invalid(what, ": op is '", op, "'; it must be 'sum', 'avg', 'product', 'min', 'max', 'band', 'bor' or 'bxor'");
 }
 
 // What is wrong with the tensors whatever their sizes, so that a compiler which only knows these much says it too.
