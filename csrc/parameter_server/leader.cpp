@@ -12,7 +12,7 @@ namespace ringreduce::parameter_server {
 namespace {
 
 // Pieces that have been given and that the backup has not taken. Bounds how long requests wait for the backup.
-constexpr std::size_t kMostUnderWay = 4;
+constexpr std::size_t kMostUnderWay = 2;
 
 }  // namespace
 
