@@ -54,9 +54,9 @@ class Blocks {
   // Returns the next piece, or nothing after the last. Throws Error(invalid_argument) if no snapshot is under way.
   std::optional<Snapshot::Piece> next_piece();
   void end_snapshot();
-  bool are_saved() const { return snapshot_ != nullptr; }
+  bool in_snapshot() const { return snapshot_ != nullptr; }
   // Whether so much has been copied that requests should wait until pieces have been taken. For any thread.
-  bool hold_back() const { return snapshot_bytes_ > Snapshot::kMostKept; }
+  bool too_many_copied() const { return snapshot_bytes_ > Snapshot::kMostKept; }
 
   // What a new backup must know of the blocks, without the content of those that are updated in place.
   void visit(Archive& archive);

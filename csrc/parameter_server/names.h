@@ -17,8 +17,8 @@ constexpr auto kNames<ps::Rule::Kind> = std::to_array<std::string_view>(
 template <>
 constexpr auto kNames<ps::Consistency> = std::to_array<std::string_view>({"sync", "asynchronous", "ssp"});
 template <>
-constexpr auto kNames<ps::RequestKind> =
-    std::to_array<std::string_view>({"", "initialise", "push", "pull", "clock", "barrier", "leave", "restore"});
+constexpr auto kNames<ps::RequestKind> = std::to_array<std::string_view>(
+    {"", "initialise", "push", "pull", "clock", "barrier", "leave", "restore", "change"});
 template <>
 constexpr auto kNames<ps::Outcome> = std::to_array<std::string_view>(
     {"", "applied", "late", "initialised", "kept", "ready", "done", "failed", "refused"});

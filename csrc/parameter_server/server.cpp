@@ -39,8 +39,8 @@ Server::~Server() {
 void Server::join(const WorkerSpec& spec) {
   auto made = std::make_unique<NearPort>(spec);
   order([&] {
-    if (!serves_) throw Error(ErrorKind::invalid_argument, "this server is a backup, and has not taken over");
-    if (frozen_) throw Error(ErrorKind::aborted, "this server leaves");
+    if (!in_charge()) throw Error(ErrorKind::invalid_argument, "this server is a backup, and has not taken over");
+    if (role_ == Role::leaving || role_ == Role::heir) throw Error(ErrorKind::aborted, "this server leaves");
     if (const Port* const known = find(replica_.ports, spec.id)) {
       // The same worker may have joined the server that this was the backup of, and got no answer before that one
       // ended.
@@ -62,7 +62,7 @@ void Server::join_far(WorkerId id, const std::string& group, std::size_t window,
       throw Error(ErrorKind::invalid_argument, "there is a worker " + std::to_string(id) + " already");
     if (only_near_)
       throw Error(ErrorKind::invalid_argument, "this server has a backup, or was one: its workers are on its host");
-    if (!serves_ && follower_ == nullptr) throw Error(ErrorKind::aborted, "this server has ended");
+    if (role_ == Role::ended) throw Error(ErrorKind::aborted, "this server has ended");
     if (replica_.shard.gave_up(id))
       throw Error(ErrorKind::invalid_argument,
                   "worker " + std::to_string(id) + " was out of reach, and has been given up");
@@ -70,7 +70,7 @@ void Server::join_far(WorkerId id, const std::string& group, std::size_t window,
     spec.id = id, spec.group = group, spec.name = name;
     const auto& port = replica_.ports[id] = std::make_unique<FarPort>(std::move(spec), memory, *wire_);
     port->known = replica_.shard.knows(id);
-    if (serves_) decide(Join{id, group});
+    if (in_charge()) decide(Join{id, group});
     if (!std::exchange(has_far_, true)) wire_->connections().take_over();  // as begin_turns() has not
   });
 }
@@ -84,7 +84,7 @@ void Server::lose(WorkerId worker) {
     Port* const port = find(replica_.ports, worker);
     if (port == nullptr) return;
     port->gone = true;
-    if (serves_ || follower_ == nullptr) forget_gone();  // to a backup, the journal may bring more requests of it
+    if (role_ != Role::backup) forget_gone();  // to a backup, the journal may bring more requests of it
   });
 }
 
@@ -96,13 +96,13 @@ std::pair<BlockId, std::size_t> Server::create(const BlockSpec& wanted) {
   bool kept = false;
   Nanoseconds since = ringreduce::now();
   const auto make = [&] {
-    if (!serves_ && (place || has_ended())) throw Error(ErrorKind::aborted, "the server has been stopped");
-    if (!serves_) throw Error(ErrorKind::invalid_argument, "this server is a backup, and has not taken over");
+    if (!in_charge() && (place || has_ended())) throw Error(ErrorKind::aborted, "the server has been stopped");
+    if (!in_charge()) throw Error(ErrorKind::invalid_argument, "this server is a backup, and has not taken over");
     if (leader_ != nullptr && !spec.rule.native(spec.dtype))
       throw Error(ErrorKind::invalid_argument,
                   "an update that Python computes has no backup: found the parameter server with backups=0, or use "
                   "another update or dtype");
-    if (!place && frozen_) return;
+    if (!place && role_ != Role::primary) return;
     if (!place && leader_ != nullptr && !leader_->backup->ended() && !leader_->has_room_for(spec)) {
       const std::uint64_t before = std::exchange(seen, leader_->backup->carried_out());
       if (seen != before) since = ringreduce::now();
@@ -112,7 +112,7 @@ std::pair<BlockId, std::size_t> Server::create(const BlockSpec& wanted) {
       const BlockId id = replica_.blocks.make(spec);
       place.emplace(id, replica_.blocks.offset(replica_.blocks[id]));
       decide(Create{spec.mode, spec.width > 0});
-      if (!serves_) throw Error(ErrorKind::aborted, "the server has been stopped");
+      if (!in_charge()) throw Error(ErrorKind::aborted, "the server has been stopped");
       written = leader_ == nullptr ? 0 : leader_->backup->written();
     }
     kept = leader_ == nullptr || leader_->kept_until() >= written;
@@ -132,7 +132,7 @@ std::pair<BlockId, std::size_t> Server::create(const BlockSpec& wanted) {
 // ---- The thread ---------------------------------------------------------------------------------------------------
 
 void Server::close() {
-  serves_ = false;  // the backup may take over now, so later turns must not serve
+  role_ = Role::ended;  // the backup may take over now, so later turns must not serve
   unconfirmed_ = {};
   header().ended.store(1, std::memory_order_seq_cst);
   for (Partner* const partner : {leader_ == nullptr ? nullptr : leader_->backup.get(),
@@ -152,7 +152,7 @@ void Server::close() {
 void Server::fall(const std::exception& error) {
   hooks_.warn("a server in process " + std::to_string(getpid()) + " has failed and ends" +
               (leader_ != nullptr && leader_->counts ? ", and its backup goes on: " : ": ") + error.what());
-  serves_ = false;
+  role_ = Role::ended;
   replica_.decided = {};
   unconfirmed_.drop_outputs();
   end_thread();
@@ -165,8 +165,8 @@ void Server::decide(const Message& message) {
       drop_backup();
       break;
     }
-    if (stopping()) serves_ = false;  // the backup takes over without this message
-    if (!serves_) return;
+    if (stopping()) role_ = Role::ended;  // the backup takes over without this message
+    if (!in_charge()) return;
     sched_yield();
   }
   replica_.decide(message, elapsed);

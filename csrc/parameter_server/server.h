@@ -74,7 +74,7 @@ class Server : public Turns {
   // Begins a snapshot, as Blocks::begin_snapshot().
   std::vector<Snapshot::Entry> begin_snapshot();
   // Whether the server takes no requests until pieces have been taken.
-  bool holds_back() const { return replica_.blocks.hold_back(); }
+  bool holds_back() const { return replica_.blocks.too_many_copied(); }
 
   // ---- Backups (journal.h) ----
   // A backup can take over only when it *counts*: it has the whole state of its server and, if it is reached by TCP, is
@@ -126,6 +126,12 @@ class Server : public Turns {
   }
 
  private:
+  // A primary takes requests. When it leaves its blocks to its backup, it takes no more, and carries out those that it
+  // has. A backup repeats the log of its server. The heir of a server that leaves, or has left, has all of its log, and
+  // becomes the primary once it has a backup of its own or serve_alone() is called.
+  enum class Role { primary, leaving, backup, heir, ended };
+  bool in_charge() const { return role_ != Role::backup && role_ != Role::ended; }  // carries out what it decides
+
   void begin_turns() override;
   void end_turns() override;
   bool turn(bool may_call_python) override;
@@ -149,11 +155,10 @@ class Server : public Turns {
   bool may_take() const;
   bool release_held();
   void fall(const std::exception& error);
-  void be_replaced();
   void go_on_alone();
   bool partners_move();
   bool follow_on();
-  void give_up(const std::string& why);
+  void retire(const std::string& why);
   bool give_blocks(bool moved);
   void backup_counts();
   void tell(Port& port);
@@ -161,7 +166,6 @@ class Server : public Turns {
   bool repeat_all(bool all);
   void look_for_partner();
   void look_for_heir();
-  void become_heir();
   void come_back();
   void settle_workers();
   void lose_missing();
@@ -175,7 +179,7 @@ class Server : public Turns {
   bool has_far_ = false;    // there are workers on other hosts
   bool only_near_ = false;  // it has a backup on this host or was one, so it takes no workers of other hosts
   Nanoseconds looked_ = 0, missing_until_ = kForever;
-  bool serves_ = true, frozen_ = false, is_heir_ = false;
+  Role role_ = Role::primary;
   std::uint32_t backups_made_ = 0;      // by this server
   std::string name_, address_;          // of this server, if it is or was a backup on its server's host
   std::unique_ptr<Leader> leader_;      // there is a backup

@@ -28,7 +28,7 @@ constexpr Nanoseconds kMissing = 10 * kSecond;  // workers must come to a backup
 
 void Server::lead(std::unique_ptr<Partner> partner) {
   order([&] {
-    if (!serves_) throw Error(ErrorKind::invalid_argument, "this server is a backup, and has not taken over");
+    if (!in_charge()) throw Error(ErrorKind::invalid_argument, "this server is a backup, and has not taken over");
     if (leader_ != nullptr && (leader_->backup->far() || partner->far()))
       throw Error(ErrorKind::invalid_argument, "this server has a backup already: it can have no other one");
     for (const auto& block : replica_.blocks)
@@ -75,17 +75,17 @@ void Server::tell(Port& port) {
   port.tell(news, given);
 }
 
-bool Server::may_take() const { return serves_ && !frozen_ && (leader_ == nullptr || leader_->takes_requests()); }
+bool Server::may_take() const { return role_ == Role::primary && (leader_ == nullptr || leader_->takes_requests()); }
 
 // Called when a backup on this host counts from now on.
 void Server::backup_counts() {
   for (const auto& [worker, port] : replica_.ports) tell(*port);
-  if (is_heir_) take_over();
+  if (role_ == Role::heir) take_over();
 }
 
 bool Server::give_blocks(bool moved) {
   if (leader_ == nullptr || !leader_->gives() || !leader_->backup->is_there()) return false;
-  const bool gave = leader_->give(moved || unconfirmed_.hold_replies());
+  const bool gave = leader_->give(moved || unconfirmed_.holds_replies());
   if (leader_->counts) backup_counts();
   return gave;
 }
@@ -115,7 +115,7 @@ void Server::follow(std::unique_ptr<Partner> partner) {
     follower_ = std::make_unique<Follower>(replica_, std::move(partner));
     name_ = follower_->server->name, address_ = follower_->server->address;
     only_near_ = !follower_->server->far();
-    serves_ = false;
+    role_ = Role::backup;
     header().serves = 0;
   });
 }
@@ -123,11 +123,14 @@ void Server::follow(std::unique_ptr<Partner> partner) {
 void Server::leave_to_backup() {
   bool leaves = false;
   const auto leave = [&] {
-    frozen_ = leader_ != nullptr && leader_->counts && leader_->backup->is_there();
-    if (!frozen_) throw Error(ErrorKind::invalid_argument, "this server has no backup that could go on");
+    if (leader_ == nullptr || !leader_->counts || !leader_->backup->is_there()) {
+      come_back();
+      throw Error(ErrorKind::invalid_argument, "this server has no backup that could go on");
+    }
+    role_ = Role::leaving;
     carry_out();
     // A lane has one writer: this server writes its last reply before a backup on this host can become the heir.
-    if (!leader_->backup->far() && unconfirmed_.hold_replies()) return;
+    if (!leader_->backup->far() && unconfirmed_.holds_replies()) return;
     leaves = true;
     header().leaves.store(1, std::memory_order_seq_cst);
     Record last;
@@ -139,7 +142,7 @@ void Server::leave_to_backup() {
   const Nanoseconds until = ringreduce::now() + kLeaving;
   for (order(leave); !leaves; order(leave)) {
     if (ringreduce::now() > until) {
-      order([&] { frozen_ = false; });
+      unfreeze();
       throw Error(ErrorKind::invalid_argument, "this server's backup has not carried out its log in time to go on");
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -154,7 +157,7 @@ void Server::look_for_heir() {
   const bool has_ended = heir->ended(), has_backup = heir->header().backup.load(std::memory_order_seq_cst) != 0;
   if (heir->header().serves.load(std::memory_order_seq_cst) != 0 || (has_ended && has_backup)) {
     bell_words().over.store(1, std::memory_order_seq_cst);
-    be_replaced();
+    retire("");
   } else if (has_ended) {
     come_back();
     drop_backup();
@@ -164,15 +167,13 @@ void Server::look_for_heir() {
 
 // Goes on after the heir has ended.
 void Server::come_back() {
-  frozen_ = false;
+  if (role_ == Role::leaving) role_ = Role::primary;
   header().leaves.store(0, std::memory_order_seq_cst);
 }
 
-void Server::become_heir() { is_heir_ = serves_ = frozen_ = true; }
-
 void Server::serve_alone() {
   order([&] {
-    if (is_heir_) take_over();
+    if (role_ == Role::heir) take_over();
   });
 }
 
@@ -183,7 +184,7 @@ bool Server::follow_on() {
     moved = repeat_all(false);
     if (!moved && !has_orders()) look_for_partner();
   } catch (const std::exception& error) {
-    give_up(error.what());
+    retire(error.what());
     return true;
   }
   return moved;
@@ -198,7 +199,7 @@ bool Server::repeat_all(bool all) {
     const auto kind = follower_->repeat_next();
     if (!kind) break;
     moved = true;
-    if (*kind == Record::Kind::inherit) become_heir();
+    if (*kind == Record::Kind::inherit) role_ = Role::heir;
     if (replica_.decided.operations.empty()) continue;
     carry_out();
     follower_->server->confirm();
@@ -210,13 +211,19 @@ bool Server::repeat_all(bool all) {
   return true;
 }
 
-// Ends this backup or heir: it will not take over and serves nobody. `why` is logged, unless it is "".
-void Server::give_up(const std::string& why) {
-  serves_ = is_heir_ = false;
+// Ends this server, which serves nobody from now on: its backup has taken over, or it is a backup that will not. The
+// one that serves may decide differently about what this one has kept back, so that is dropped. `why` says why a backup
+// has failed, and is logged; "" if it has not.
+void Server::retire(const std::string& why) {
+  role_ = Role::ended;
+  unconfirmed_ = {};
+  replica_.decided = {};
   leader_.reset();
   header().serves.store(0, std::memory_order_seq_cst);
   header().ended.store(1, std::memory_order_seq_cst);
-  replica_.decided = {};
+  // Last: has_left() in server/process.py takes a server with neither flag, `leaves` or `ended`, for one that has come
+  // back.
+  header().leaves.store(0, std::memory_order_seq_cst);
   if (follower_ != nullptr) follower_->server->ring();
   follower_.reset();
   send_away(replica_.ports);
@@ -236,15 +243,15 @@ void Server::look_for_partner() {
   const bool leaves = its.leaves.load(std::memory_order_seq_cst) != 0, ended = follower_->server->ended();
   if (!ended && !leaves) {
     follower_->drop_published();
-    if (replica_.number > 0 && counts() > replica_.number) give_up("");  // the server has a newer backup
+    if (replica_.number > 0 && counts() > replica_.number) retire("");  // the server has a newer backup
     return;
   }
   repeat_all(true);  // the server may have written more before it ended; now the journal is final
-  if (replica_.number == 0 || counts() != replica_.number) return give_up("");
+  if (replica_.number == 0 || counts() != replica_.number) return retire("");
   follower_->adopt_values();
   carry_out();
   if (ended) return take_over();
-  become_heir();
+  role_ = Role::heir;
   replica_.pass(Step::inherits);
 }
 
@@ -253,11 +260,11 @@ void Server::look_for_partner() {
 void Server::forget_gone() {
   if (leaves()) return;
   for (const auto& [worker, port] : replica_.ports)
-    if (serves_ && port->gone && port->alive) end(*port);
+    if (in_charge() && port->gone && port->alive) end(*port);
   carry_out();  // may still answer them
   std::erase_if(replica_.ports, [this](const auto& each) {
     const Port& port = *each.second;
-    return port.gone && (serves_ || follower_ == nullptr || !port.alive || !port.known);
+    return port.gone && (role_ != Role::backup || !port.alive || !port.known);
   });
 }
 
@@ -279,8 +286,7 @@ void Server::take_over() {
   replica_.pass(Step::taking_over);
   const auto follower = std::exchange(follower_, nullptr);
   Partner& ended = *follower->server;
-  serves_ = true;
-  is_heir_ = frozen_ = false;
+  role_ = Role::primary;
   if (ended.far()) settle_workers();
   for (const auto& [worker, port] : replica_.ports) tell(*port);
   ended.say_over();

@@ -33,7 +33,7 @@ void Server::count_backup() {
   order([&] {
     if (leader_ == nullptr || !leader_->backup->far()) return;
     leader_->counts = true;
-    if (is_heir_) take_over();
+    if (role_ == Role::heir) take_over();
   });
 }
 
@@ -45,7 +45,7 @@ void Server::abandon_backup() {
 
 void Server::go_on_alone() {
   leader_.reset();
-  if (is_heir_) return;
+  if (role_ == Role::heir) return;
   header().serves.store(1, std::memory_order_seq_cst);
   ring(replica_.ports);
 }
@@ -54,7 +54,7 @@ std::uint64_t Server::freeze() {
   return order([&] {
     if (leader_ == nullptr || leader_->backup->silent())
       throw Error(ErrorKind::invalid_argument, "this server has no backup that could go on");
-    frozen_ = true;
+    if (role_ == Role::primary) role_ = Role::leaving;
     decide(Tick{});  // a new record: the backup can confirm it only after this call
     carry_out();
     return leader_->backup->written();
@@ -62,7 +62,9 @@ std::uint64_t Server::freeze() {
 }
 
 void Server::unfreeze() {
-  order([&] { frozen_ = false; });
+  order([&] {
+    if (role_ == Role::leaving) role_ = Role::primary;
+  });
 }
 
 void Server::connect_partner(int socket, std::string path) {
@@ -75,7 +77,7 @@ void Server::connect_partner(int socket, std::string path) {
 
 bool Server::partners_move() {
   if (leader_ != nullptr && leader_->backup->progress()) {
-    header().serves.store(serves_ && !is_heir_ && !leader_->backup->silent(), std::memory_order_seq_cst);
+    header().serves.store(in_charge() && role_ != Role::heir && !leader_->backup->silent(), std::memory_order_seq_cst);
     return true;
   }
   return follower_ != nullptr && follower_->server->progress();
@@ -83,37 +85,22 @@ bool Server::partners_move() {
 
 void Server::decided(bool goes_on) {
   order([&] {
-    const bool is_backup = leader_ == nullptr || is_heir_;
-    if (is_backup && follower_ == nullptr) return;
-    if (!(is_backup ? *follower_->server : *leader_->backup).silent()) return;
-    if (!goes_on) return is_backup ? give_up("") : be_replaced();
-    if (!is_backup) {
+    const bool takes_over = role_ == Role::backup || role_ == Role::heir;
+    if (!takes_over && leader_ == nullptr) return;
+    if (!(takes_over ? *follower_->server : *leader_->backup).silent()) return;
+    if (!goes_on) return retire("");
+    if (!takes_over) {
       come_back();
       go_on_alone();
       return forget_gone();
     }
     try {
-      if (!is_heir_) repeat_all(true);
+      if (role_ == Role::backup) repeat_all(true);
       take_over();
     } catch (const std::exception& error) {
-      give_up(error.what());
+      retire(error.what());
     }
   });
-}
-
-// Ends this server after its backup has taken over. The backup may decide differently about what this one has kept
-// back, so that is dropped.
-void Server::be_replaced() {
-  serves_ = false;
-  unconfirmed_ = {};
-  replica_.decided = {};
-  leader_.reset();
-  header().serves.store(0, std::memory_order_seq_cst);
-  header().ended.store(1, std::memory_order_seq_cst);
-  // Last: has_left() in server/process.py takes a server with neither flag, `leaves` or `ended`, for one that has come
-  // back.
-  header().leaves.store(0, std::memory_order_seq_cst);
-  send_away(replica_.ports);
 }
 
 }  // namespace ringreduce::parameter_server

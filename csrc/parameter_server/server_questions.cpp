@@ -12,7 +12,7 @@ Server::Statistics Server::statistics() {
     now.capacity = replica_.blocks.capacity();
     now.waiting = replica_.shard.waiting();
     now.clocks = replica_.shard.clocks();
-    now.saving = replica_.blocks.are_saved();
+    now.saving = replica_.blocks.in_snapshot();
     if (leader_ != nullptr && leader_->counts && leader_->backup->is_there()) {
       now.backup = leader_->backup->name;
       now.lag = leader_->backup->written() - leader_->backup->carried_out();
@@ -25,7 +25,7 @@ Server::Statistics Server::statistics() {
 
 Server::Standing Server::standing() {
   return order([&] {
-    Standing now{.turn = replica_.turn, .is_heir = is_heir_};
+    Standing now{.turn = replica_.turn, .is_heir = role_ == Role::heir};
     if (leader_ == nullptr || !leader_->backup->is_there()) return now;
     now.has_backup = leader_->counts;
     now.backup_starts = !leader_->counts;
@@ -42,7 +42,7 @@ bool Server::has_ended() { return header().ended.load(std::memory_order_seq_cst)
 
 std::vector<WorkerId> Server::missing() {
   return order(
-      [&] { return serves_ && missing_until_ != kForever ? replica_.without_port() : std::vector<WorkerId>(); });
+      [&] { return in_charge() && missing_until_ != kForever ? replica_.without_port() : std::vector<WorkerId>(); });
 }
 
 // ---- Snapshots ----------------------------------------------------------------------------------------------------

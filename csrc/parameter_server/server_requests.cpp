@@ -21,7 +21,7 @@ bool Server::take_request(Port& port) {
 // Takes the requests that have arrived from other hosts, and sends what can be sent to them.
 bool Server::take_frames() {
   bool moved = wire_->connections().progress();
-  if (!serves_) {  // a backup: requests wait until it has taken over
+  if (!in_charge()) {  // a backup: requests wait until it has taken over
     for (const auto& [worker, why] : wire_->take_lost())
       if (Port* const port = find(replica_.ports, worker)) port->gone = true;
     return moved;

@@ -32,7 +32,7 @@ Nanoseconds Server::most_sleep() const { return follower_ == nullptr ? kForever 
 
 // How long until a Tick is due.
 Nanoseconds Server::due_in() const {
-  const Nanoseconds due = serves_ && !frozen_ ? replica_.shard.due_in() : kForever;
+  const Nanoseconds due = role_ == Role::primary ? replica_.shard.due_in() : kForever;
   return due == kForever ? kForever : std::max<Nanoseconds>(0, due - (ringreduce::now() - replica_.stepped));
 }
 
@@ -50,7 +50,7 @@ bool Server::serve(bool may_call_python) {
   const DefaultFloatEnvironment environment;
   bool moved = serve_orders();
   moved |= partners_move();
-  if (follower_ != nullptr && !is_heir_) moved |= follow_on();
+  if (role_ == Role::backup) moved |= follow_on();
   if (!holds_back()) moved |= take_requests();
   if (has_far_) moved |= take_frames();
   if (due_in() == 0) decide(Tick{});
@@ -70,7 +70,7 @@ void Server::look_for_ended() {
   if (t - looked_ < kLookEvery) return;
   looked_ = t;
   if (leaves()) return look_for_heir();
-  if (!serves_) return;
+  if (!in_charge()) return;
   lose_missing();
   if (leader_ != nullptr && (leader_->backup->ended() || leader_->stands())) drop_backup();
   for (auto each = replica_.ports.begin(); each != replica_.ports.end();) {

@@ -79,6 +79,7 @@ void Turns::run() {
   close();
   const std::lock_guard lock(mutex_);
   stopped_ = true;
+  orders_.clear();  // their callers get an error
   served_.notify_all();
 }
 
