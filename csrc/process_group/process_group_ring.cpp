@@ -349,7 +349,7 @@ WorkPtr ProcessGroupRing::post(TensorList& tensors, OpType type, int peer, int t
   if (running_->wire) {
     TensorList passed{buffer};
     auto work = c10::make_intrusive<PassedMessage>(
-        getRank(), type, running_->wire->pass_on(passed, type, peer, tag), tensor, buffer,
+        getRank(), type, running_->wire->pass_on(passed, type, peer, tag), timeout_.load(), tensor, buffer,
         [wire = running_->wire, sends, peer](const std::string& reason, bool late) {
           return wire->failure(sends, peer, reason, late);
         });

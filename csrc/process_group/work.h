@@ -241,17 +241,21 @@ class PassedMessage : public c10d::Work {
  public:
   // `failed` gives the error for the reason why `work` has failed; true: it was not done in time.
   using Failed = std::function<Error(const std::string& reason, bool late)>;
-  PassedMessage(int rank, c10d::OpType type, WorkPtr work, at::Tensor tensor, at::Tensor buffer, Failed failed)
+  PassedMessage(int rank, c10d::OpType type, WorkPtr work, std::chrono::milliseconds timeout, at::Tensor tensor,
+                at::Tensor buffer, Failed failed)
       : Work(rank, type),
         work_(std::move(work)),
+        deadline_(now() + nanoseconds(timeout)),
         tensor_(std::move(tensor)),
         buffer_(std::move(buffer)),
         failed_(std::move(failed)) {}
 
   bool wait(std::chrono::milliseconds timeout) override {
+    const Nanoseconds left = std::max(deadline_ - now(), kMillisecond);
+    const Nanoseconds patience = timeout == kNoTimeout ? left : std::min(left, nanoseconds(timeout));
     bool done = false;
     try {
-      done = work_->wait(std::chrono::milliseconds(nanoseconds(timeout) / kMillisecond));
+      done = work_->wait(std::chrono::milliseconds(patience / kMillisecond));
     } catch (const std::exception& error) {
       const std::string reason = error.what();
       throw failed_(reason, reason.find("Timed out") != std::string::npos);
@@ -266,6 +270,7 @@ class PassedMessage : public c10d::Work {
 
  private:
   const WorkPtr work_;
+  const Nanoseconds deadline_;  // by the group's timeout, which the other backend does not know
   const at::Tensor tensor_, buffer_;
   const Failed failed_;
   std::once_flag copied_;

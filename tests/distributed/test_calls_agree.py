@@ -199,7 +199,7 @@ def wait_for_a_message(me: Rank, transport: str, sends: bool) -> tuple[str, str]
     if transport != "memory":
         os.environ["RINGREDUCE_TRANSPORT"] = transport
     x, other = torch.ones(16 << 20), 1 - me.rank
-    with me.join(call_timeout=2.0):
+    with me.join(timeout=300.0, call_timeout=2.0):  # 300 s are more than the test may take
         with pytest.raises((CollectiveTimeout, PeerLost)) as raised:  # PeerLost: the other has closed its connections
             dist.send(x, other) if sends else dist.recv(x, other)
         return type(raised.value).__name__, str(raised.value)
