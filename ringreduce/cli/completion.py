@@ -50,6 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _commands() -> Commands:
     from ringreduce.cli import COMMANDS, Parser
+    from ringreduce.topology.presets import PRESETS
 
     found: Commands = {}
     parsers = Parser().add_subparsers()
@@ -60,7 +61,7 @@ def _commands() -> Commands:
         for action in parsers.choices[name]._actions:
             choices = tuple(map(str, action.choices or ()))
             if not action.option_strings:
-                words += choices
+                words += PRESETS if action.dest == "file" else choices
             elif action.help != argparse.SUPPRESS:
                 summary_of = re.sub(r" \(default[^()]*\)$", "", (action.help or "").replace("%%", "%"))
                 options.append(_Option(tuple(action.option_strings), summary_of, action.nargs != 0, choices))
@@ -105,7 +106,7 @@ def _fish(commands: Commands) -> str:
         lines.append(f"complete -c ringreduce -f -n __fish_use_subcommand -a {name} -d {_fish_quoted(summary)}")
         within = f"complete -c ringreduce -n '__fish_seen_subcommand_from {name}'"
         if words:
-            lines.append(f"{within} -f -a {_fish_quoted(' '.join(words))}")
+            lines.append(f"{within} -a {_fish_quoted(' '.join(words))}")
         for each in options:
             kinds = [f"-{'l' if n.startswith('--') else 's'} {n.lstrip('-')}" for n in each.names]
             values = f"-x -a {_fish_quoted(' '.join(each.choices))}" if each.choices else "-r" if each.takes else ""

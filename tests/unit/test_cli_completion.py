@@ -40,6 +40,7 @@ def test_what_a_shell_offers(shell: str, capsys: Captured) -> None:
     assert "--interval" in offered(shell, script, "ringreduce top --")
     assert offered(shell, script, "ringreduce plan --peer-access ") == {"yes", "no"}
     assert {"bash", "zsh", "fish"} <= offered(shell, script, "ringreduce completion ")
+    assert {"dgx1-v100", "dgx1-p100"} <= offered(shell, script, "ringreduce topo dgx1")
 
 
 IN_ZSH = r"""
