@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from stand_in import build
 
+pytestmark = pytest.mark.slow  # compiles the driver and what it is tried with
+
 ROOT = build.ROOT
 STAND_IN = build.STAND_IN
 

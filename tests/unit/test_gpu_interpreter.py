@@ -18,6 +18,8 @@ from bodies.interpreter import FINGERPRINT, GAVE_UP, SECOND, Call, Group, Report
 import ringreduce.plan.ring as ring
 from ringreduce.plan import BUILDERS, Channel, Plan, Read, Step, build, layout, verify
 
+pytestmark = pytest.mark.slow  # compiles the interpreter of GPUs for CPUs
+
 interpreter = bodies.interpreter.interpreter  # a fixture
 
 ALGORITHMS = [(collective, algorithm) for collective in BUILDERS for algorithm in BUILDERS[collective]]
