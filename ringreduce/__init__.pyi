@@ -10,7 +10,13 @@ from torch.distributed import (
     send_object_list as send_object_list,
 )
 
-from ringreduce import elastic as elastic, errors as errors, ops as ops, parameter_server as parameter_server
+from ringreduce import (
+    data as data,
+    elastic as elastic,
+    errors as errors,
+    ops as ops,
+    parameter_server as parameter_server,
+)
 from ringreduce.api import (
     P2POp as P2POp,
     agree as agree,

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 import ringreduce
-from ringreduce import elastic, parameter_server
+from ringreduce import data, elastic, parameter_server
 
 
 def callables() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The functions of the package and of its two packages, and the public methods of their classes."""
-    for where in (ringreduce, elastic, parameter_server):
+    """The functions of the package and of its packages, and the public methods of their classes."""
+    for where in (ringreduce, data, elastic, parameter_server):
         names = getattr(where, "__all__", None) or [name for name in vars(where) if not name.startswith("_")]
         for name in names:
             value = getattr(where, name)

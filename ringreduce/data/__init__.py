@@ -1,0 +1,8 @@
+"""Where the examples come from: their order, servers that prepare them, and exchange between epochs. docs/data.md.
+
+order = data.Order(n=len(dataset), batch=256, seed=7)
+ids = order.ids(step, rank, size)       # the same batch of 256 ids, however many ranks share it
+"""
+
+from ringreduce.data.order import Order as Order
+from ringreduce.data.sampler import Sampler as Sampler
