@@ -46,6 +46,15 @@ class UpdateFailed(RingReduceError):
     """An update function of the parameter server raised an error; the value is what it was before."""
 
 
+class SampleFailed(RingReduceError):
+    """The dataset of a `data.Loader` raised an error, whose traceback is in the message, or took longer than `timeout`.
+    `id` is the example's, or -1. The Loader stays usable."""
+
+    def __init__(self, message: str, id: int = -1) -> None:
+        super().__init__(message)
+        self.id = id
+
+
 class CollectiveTimeout(RingReduceError):
     """The timeout passed; `culprit` is the rank that the others wait for."""
 

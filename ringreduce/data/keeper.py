@@ -1,0 +1,158 @@
+"""A keeper: a process that starts the servers of a Loader, replaces those that die, and ends them with the last reader.
+
+It is forked from the process that makes the first Loader of a name. It does nothing but wait, so the servers that it
+forks later begin as the first ones did, without threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import secrets
+import select
+import signal
+import socket
+import stat
+import sys
+import traceback
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ringreduce.data.messages import accept, listen, next_message
+from ringreduce.data.server import Server, Work
+
+PR_SET_NAME, PR_SET_PDEATHSIG = 15, 1
+
+TITLE = "data keeper"
+"""How `ps` shows keepers; servers are called "data server 0" and so on."""
+
+
+def start(name: str, listener: socket.socket, terms: dict[str, Any], work: Work) -> tuple[socket.socket, int]:
+    """Forks a keeper, whose readers come to `listener`. Returns a connection to it, and its process.
+
+    `terms`: what all its readers must agree on; terms["servers"] is how many servers it keeps.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid:
+        theirs.close()
+        listener.close()
+        return ours, pid
+    try:
+        os.setsid()  # so it gets no signals of the terminal
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _become(TITLE, keep=(listener.fileno(), theirs.fileno()))
+        torch.set_num_threads(1)
+        gc.freeze()  # so that collections of garbage do not copy memory that is shared with the parent
+        _Keeper(name, listener, terms, work).run(theirs)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(0)
+
+
+def _become(title: str, keep: Iterable[int]) -> None:
+    """Names this process and closes all its sockets but those to `keep`.
+
+    What is at the other end of a socket must notice when the process that the socket is of has ended. Files stay open,
+    since the dataset may read them.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_NAME, title.encode(), 0, 0, 0)
+    kept = set(keep)
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            if fd not in kept and stat.S_ISSOCK(os.fstat(fd).st_mode):
+                os.close(fd)
+
+
+class _Keeper:
+    def __init__(self, name: str, listener: socket.socket, terms: dict[str, Any], work: Work) -> None:
+        self._listener, self._terms, self._work = listener, terms, work
+        # The servers' own names: an earlier keeper of this name may have ended before its servers.
+        servers_name = f"{name} {secrets.token_hex(8)}"
+        self._welcome = {"name": servers_name, "terms": terms}
+        self._doors: list[socket.socket] = []
+        for number in range(terms["servers"]):
+            door = listen(server_name(servers_name, number))
+            assert door is not None, "the name has a random part"
+            self._doors.append(door)
+        self._servers: dict[int, tuple[int, int]] = {}
+        """By pidfd: process and number."""
+        self._readers: dict[int, socket.socket] = {}
+        self._poll = select.poll()
+        self._poll.register(listener, select.POLLIN)
+
+    def run(self, first: socket.socket) -> None:
+        """Returns when the last reader has gone."""
+        self._add(first)
+        for number in range(len(self._doors)):
+            self._fork(number)
+        while self._readers:
+            for fd, _ in self._poll.poll():
+                if fd in self._servers:
+                    self._replace(fd)
+                elif fd in self._readers:
+                    self._hear(self._readers[fd])
+                elif (connection := accept(self._listener)) is not None:
+                    self._add(connection)
+        for pid, _ in self._servers.values():
+            os.kill(pid, signal.SIGKILL)
+
+    def _add(self, connection: socket.socket) -> None:
+        self._readers[connection.fileno()] = connection
+        self._poll.register(connection, select.POLLIN)
+
+    def _hear(self, connection: socket.socket) -> None:
+        """A reader has asked to be let in, or gone."""
+        try:
+            next_message(connection)
+            connection.send(json.dumps(self._welcome).encode())
+        except OSError:
+            del self._readers[connection.fileno()]
+            self._poll.unregister(connection)
+            connection.close()
+
+    def _fork(self, number: int) -> None:
+        parent = os.getpid()
+        if pid := os.fork():
+            pidfd = os.pidfd_open(pid)
+            self._servers[pidfd] = pid, number
+            self._poll.register(pidfd, select.POLLIN)
+            return
+        try:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() == parent:
+                _become(f"data server {number}", keep=(self._doors[number].fileno(),))
+                Server(self._work, self._doors[number]).run()
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(1)
+
+    def _replace(self, pidfd: int) -> None:
+        """A server has died. Its readers come again to the same door."""
+        pid, number = self._servers.pop(pidfd)
+        self._poll.unregister(pidfd)
+        os.close(pidfd)
+        _, status = os.waitpid(pid, 0)
+        for connection in self._readers.values():
+            with contextlib.suppress(OSError):
+                connection.send(json.dumps({"died": number, "how": _how(status)}).encode(), socket.MSG_DONTWAIT)
+        self._fork(number)
+
+
+def server_name(welcomed: str, number: int) -> str:
+    return f"{welcomed} {number}"
+
+
+def _how(status: int) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"

@@ -1,0 +1,93 @@
+"""What readers and servers tell each other, over Unix sockets that keep messages apart."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import struct
+from typing import NamedTuple
+
+from ringreduce.network.local import check_user, receive
+
+Key = tuple[int, int]
+"""Which batch: its positions in the order, first and last + 1."""
+
+WANT, DONE = 1, 2
+ASKED = struct.Struct("<qqqq")
+"""WANT or DONE, the request's number, and a key. A reader sends several in one message.
+
+Each WANT has a new number, and its DONE the same. So a batch that is asked for, let go and asked for again is not taken
+for the first one.
+"""
+
+FILLED = struct.Struct("<qqqqqqq")
+"""The number of a request, and where its batch is (`Filled`). The slot's memory comes along if this reader lacks it."""
+
+LONGEST = 64 * 1024
+"""Bytes of a message."""
+MOST_IN_ADVANCE = 64
+"""Batches. So what a reader is sent fits into its socket, and no server waits for a reader."""
+
+
+class Filled(NamedTuple):
+    """Where a batch is: its key, the slot's number and bytes, and where in it the description begins and ends."""
+
+    begin: int
+    end: int
+    slot: int
+    bytes: int
+    tensors_end: int
+    description_end: int
+
+
+def address(name: str) -> bytes:
+    """Abstract, so it leaves nothing in a file system and ends with the last process that listens there."""
+    return b"\0ringreduce data " + hashlib.sha256(f"{os.geteuid()} {name}".encode()).hexdigest()[:32].encode()
+
+
+def listen(name: str) -> socket.socket | None:
+    """None if another process listens under this name."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.bind(address(name))
+    except OSError:
+        listener.close()
+        return None
+    listener.listen(1024)
+    return listener
+
+
+def connect(name: str) -> socket.socket | None:
+    """None if no process listens under this name. Raises `ConnectionError` if another user's does."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.connect(address(name))
+    except OSError:
+        connection.close()
+        return None
+    try:
+        check_user(connection)
+    except ConnectionError:
+        connection.close()
+        raise
+    return connection
+
+
+def accept(listener: socket.socket) -> socket.socket | None:
+    """A connection of this user, or None."""
+    connection, _ = listener.accept()
+    try:
+        check_user(connection)
+    except OSError:
+        connection.close()
+        return None
+    return connection
+
+
+def next_message(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """A message and its descriptors. Raises `ConnectionError` where the other side has gone."""
+    message, fds = receive(connection, LONGEST, 1)
+    if not message:
+        raise ConnectionError("the other side closed the connection")
+    return message, fds

@@ -1,0 +1,253 @@
+"""A server: a process that makes the batches that readers ask for, in memory that they map."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import random
+import select
+import socket
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ringreduce.common.failures import SystemFailure
+from ringreduce.data.batches import Failure, LaidOut, lay_out
+from ringreduce.data.messages import ASKED, FILLED, WANT, Filled, Key, accept, next_message
+from ringreduce.data.order import Order
+from ringreduce.data.permutation import mixed
+from ringreduce.network.local import close_all, shared_memory
+
+KEPT = 16
+"""Batches that nobody reads any more and that are kept for a reader that is behind."""
+ROOM = 1.25
+"""A new slot has so many times the bytes of its first batch, for batches that are a little larger."""
+
+
+class Work(NamedTuple):
+    """What servers do."""
+
+    dataset: Any
+    order: Order
+    collate: Callable[[list[Any]], Any] | None
+    seeded: bool
+
+
+class Reader:
+    """A process that reads, or a Loader of it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.latest = -1
+        """The first position of the batch that it has asked for last."""
+        self.share = (0, 0)
+        """Which part of each batch it reads, as `Server._share` says."""
+
+
+@dataclass
+class Slot:
+    """Memory for a batch. A slot that becomes too small is replaced by another one."""
+
+    number: int
+    fd: int
+    memory: mmap.mmap
+    readers: dict[Reader, int] = field(default_factory=dict)
+    """That read its batch, with the numbers of their requests."""
+    known_to: set[Reader] = field(default_factory=set)
+    """That have its memory."""
+    filled: Filled | None = None
+
+
+class Server:
+    """Serves `work` to whoever connects to `listener`. One thread.
+
+    Parts of batches take turns. Of the same part, the batch that is the earliest in the order is made first. So a
+    reader that has fallen behind others of its part catches up, and then each batch is made once for all of them.
+    """
+
+    def __init__(self, work: Work, listener: socket.socket) -> None:
+        self._work, self._listener = work, listener
+        self._readers: dict[int, Reader] = {}
+        self._wanted: dict[Key, dict[Reader, int]] = {}
+        """Who waits for a batch, with the numbers of their requests."""
+        self._slots: dict[Key, Slot] = {}
+        self._kept: OrderedDict[Key, None] = OrderedDict()
+        self._free: list[Slot] = []
+        self._slots_made = 0
+        self._batches_made = 0
+        self._served: dict[Key, int] = {}
+        """By part: when, in batches made, it had its latest turn."""
+        self._poll = select.poll()
+        self._poll.register(listener, select.POLLIN)
+
+    def run(self) -> None:
+        """Returns never: the process ends with its keeper."""
+        while True:
+            for fd, _ in self._poll.poll(0 if self._wanted else None):
+                if fd == self._listener.fileno():
+                    if (connection := accept(self._listener)) is not None:
+                        self._readers[connection.fileno()] = Reader(connection)
+                        self._poll.register(connection, select.POLLIN)
+                elif (reader := self._readers.get(fd)) is not None:
+                    self._take(reader)
+            if self._wanted:
+                self._make(min(self._wanted, key=lambda key: (self._served.get(self._share(key), 0), key)))
+
+    def _take(self, reader: Reader) -> None:
+        """Takes a message of a reader."""
+        try:
+            message, fds = next_message(reader.connection)
+        except (OSError, SystemFailure):
+            self._lose(reader)
+            return
+        close_all(fds)
+        for kind, request, begin, end in ASKED.iter_unpack(message):
+            if kind == WANT:
+                reader.latest, reader.share = begin, self._share((begin, end))
+                if slot := self._slots.get((begin, end)):
+                    self._kept.pop((begin, end), None)
+                    self._tell(reader, request, slot)
+                else:
+                    self._wanted.setdefault((begin, end), {})[reader] = request
+            else:
+                self._let_go(reader, request, (begin, end))
+
+    def _lose(self, reader: Reader) -> None:
+        """A reader has gone."""
+        del self._readers[reader.connection.fileno()]
+        self._poll.unregister(reader.connection)
+        reader.connection.close()
+        for key, waiting in [*self._wanted.items()]:
+            self._let_go(reader, waiting.get(reader, -1), key)
+        for key, slot in [*self._slots.items()]:
+            self._let_go(reader, slot.readers.get(reader, -1), key)
+        for slot in [*self._slots.values(), *self._free]:
+            slot.known_to.discard(reader)
+        for key in [key for key in self._kept if not self._is_awaited(key)]:
+            self._free_slot(key)
+
+    def _let_go(self, reader: Reader, request: int, key: Key) -> None:
+        """This reader does not need any more what it has asked for by `request`."""
+        waiting = self._wanted.get(key, {})
+        if waiting.get(reader) == request:
+            del waiting[reader]
+            if not waiting:
+                del self._wanted[key]
+        slot = self._slots.get(key)
+        if slot is None or slot.readers.get(reader) != request:
+            return
+        del slot.readers[reader]
+        if slot.readers:
+            return
+        if not self._is_awaited(key):
+            self._free_slot(key)
+            return
+        self._kept[key] = None
+        if len(self._kept) > KEPT:
+            self._free_slot(next(iter(self._kept)))
+
+    def _is_awaited(self, key: Key) -> bool:
+        """Whether a reader of this part of the batches has not come so far yet."""
+        share = self._share(key)
+        return any(each.latest < key[0] and each.share == share for each in self._readers.values())
+
+    def _share(self, key: Key) -> Key:
+        """Which part of a batch it is: where that begins in the batch, and how long it is."""
+        return key[0] % self._work.order.batch, key[1] - key[0]
+
+    def _free_slot(self, key: Key) -> None:
+        self._kept.pop(key, None)
+        self._free.append(self._slots.pop(key))
+
+    def _make(self, key: Key) -> None:
+        """Makes a batch and tells those who want it."""
+        try:
+            with torch.no_grad():
+                laid_out = lay_out(self._samples(key))
+                slot = self._slot_for(laid_out)
+                laid_out.write(np.frombuffer(slot.memory, np.uint8))
+        except Exception as error:
+            laid_out = lay_out(_failure(error))
+            slot = self._slot_for(laid_out)
+            laid_out.write(np.frombuffer(slot.memory, np.uint8))
+        self._batches_made += 1
+        self._served[self._share(key)] = self._batches_made
+        slot.filled = Filled(*key, slot.number, len(slot.memory), laid_out.end, laid_out.bytes)
+        self._slots[key] = slot
+        for reader, request in self._wanted.pop(key).items():
+            self._tell(reader, request, slot)
+
+    def _samples(self, key: Key) -> Any:
+        dataset, order, collate, seeded = self._work
+        ids = order.ids_at(*key).tolist()
+        samples: Any
+        if hasattr(dataset, "__getitems__"):
+            if seeded:
+                _seed(order.seed, *key)
+            samples = dataset.__getitems__(ids)
+        else:
+            samples, number = [], -1
+            try:
+                for position, number in enumerate(ids, key[0]):
+                    if seeded:
+                        _seed(order.seed, position // order.n, number)
+                    samples.append(dataset[number])
+            except Exception as error:
+                raise _OfId(number) from error
+        return collate(samples) if collate else samples
+
+    def _slot_for(self, laid_out: LaidOut) -> Slot:
+        """A free slot that is large enough. Closes one that is not."""
+        for place, slot in enumerate(self._free):
+            if len(slot.memory) >= laid_out.bytes:
+                return self._free.pop(place)
+        number = self._slots_made
+        if self._free:
+            small = self._free.pop()
+            number = small.number
+            os.close(small.fd)
+        else:
+            self._slots_made += 1
+        size = -(-int(laid_out.bytes * ROOM) // mmap.PAGESIZE) * mmap.PAGESIZE
+        fd = shared_memory(size)
+        return Slot(number, fd, mmap.mmap(fd, size))
+
+    def _tell(self, reader: Reader, request: int, slot: Slot) -> None:
+        assert slot.filled is not None
+        slot.readers[reader] = request
+        fds = [] if reader in slot.known_to else [slot.fd]
+        slot.known_to.add(reader)
+        with contextlib.suppress(OSError):  # a reader that has gone is found by `poll`
+            if fds:
+                socket.send_fds(reader.connection, [FILLED.pack(request, *slot.filled)], fds)
+            else:
+                reader.connection.send(FILLED.pack(request, *slot.filled))
+
+
+class _OfId(Exception):
+    """Its cause is what the dataset raised for an id."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.id = number
+
+
+def _failure(error: Exception) -> Failure:
+    number = -1
+    if isinstance(error, _OfId) and isinstance(error.__cause__, Exception):
+        number, error = error.id, error.__cause__
+    return Failure("".join(traceback.format_exception(error)), number)
+
+
+def _seed(*numbers: int) -> None:
+    """Seeds what a dataset may draw its augmentation from, so that the same example gets the same again."""
+    seed = mixed(*numbers)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed)

@@ -1,0 +1,460 @@
+"""Loaders: what arrives, who prepares it, and what happens when a process ends."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from bodies.data import Noise, Rows, is_alive, open_files, servers_of
+from distributed.harness import Rank, Ranks, run
+from processes import ROOT
+
+from ringreduce.data import Loader, Order, keeper, loader
+from ringreduce.errors import InvalidArgument, SampleFailed, SystemFailure
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, "did not happen"
+        time.sleep(0.005)
+
+
+# what arrives
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+class Mixed:
+    """Samples of all kinds."""
+
+    def __getitem__(self, number: int) -> Any:
+        return {
+            "image": torch.full((3, 2), number, dtype=torch.bfloat16),
+            "point": Point(np.float32(number), np.array([number], np.uint16)),
+            "flag": number % 2 == 0,
+            "weight": number / 2,
+            "label": number,
+            "name": f"sample {number}",
+            "none": torch.empty(0),
+        }
+
+
+def mixed(me: Rank) -> None:
+    order = Order(20, 6, 3)
+    with Loader(Mixed(), order, servers=2) as loader:
+        for step in (0, 1, 2, 9, 3):
+            ids = order.ids(step)
+            batch = loader.get(step)
+            assert batch["image"].dtype == torch.bfloat16
+            assert torch.equal(batch["image"], torch.tensor(ids)[:, None, None].expand(6, 3, 2).bfloat16())
+            assert isinstance(batch["point"], Point)
+            assert torch.equal(batch["point"].x, torch.tensor(ids).float())
+            assert batch["point"].y.dtype == torch.uint16 and batch["point"].y.tolist() == [[each] for each in ids]
+            assert torch.equal(batch["flag"], torch.tensor(ids % 2 == 0))
+            assert batch["weight"].dtype == torch.float64 and batch["weight"].tolist() == (ids / 2).tolist()
+            assert batch["label"].dtype == torch.int64 and batch["label"].tolist() == ids.tolist()
+            assert batch["name"] == [f"sample {each}" for each in ids]
+            assert batch["none"].shape == (6, 0)
+
+
+def test_samples_of_all_kinds() -> None:
+    run(mixed, 1)
+
+
+class Whole:
+    """Returns a whole batch."""
+
+    def __init__(self) -> None:
+        self.values = torch.arange(60).reshape(30, 2)
+
+    def __getitems__(self, ids: list[int]) -> Any:
+        return self.values[ids], [f"{each}" for each in ids]
+
+
+class Listed(Whole):
+    """Returns the samples in a list."""
+
+    def __getitems__(self, ids: list[int]) -> Any:
+        return [*self.values[ids]]
+
+
+def many_at_a_time(me: Rank) -> None:
+    order = Order(30, 4)
+    with Loader(Whole(), order) as whole, Loader(Listed(), order) as listed:
+        for step in range(8):
+            values, names = whole.get(step)
+            assert values[:, 0].tolist() == (2 * order.ids(step)).tolist()
+            assert names == [str(each) for each in order.ids(step)]
+            assert torch.equal(listed.get(step), values)
+
+
+def test_datasets_that_return_many_at_a_time() -> None:
+    run(many_at_a_time, 1)
+
+
+class Ragged:
+    def __getitem__(self, number: int) -> torch.Tensor:
+        return torch.full((number * 500,), number)
+
+
+def padded(samples: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
+
+
+def ragged(me: Rank) -> None:
+    order = Order(40, 3, shuffle=False)
+    with Loader(Ragged(), order, collate=padded) as loader:
+        files = 0
+        for step in range(13):  # each batch is larger than all before
+            batch = loader.get(step)
+            assert batch.shape == (3, int(order.ids(step)[-1]) * 500)
+            assert [int(row.max()) for row in batch[:, :500]] == [*order.ids(step)][:3] or step == 0
+            if step == 7:
+                files = open_files()
+        assert open_files() <= files + 1  # slots that are too small are given up
+    with Loader(Ragged(), order) as loader, pytest.raises(SampleFailed, match=r"sample 1 of the batch is .* \[500\]"):
+        loader.get(0)
+
+
+def test_batches_that_grow() -> None:
+    run(ragged, 1)
+
+
+# an iteration
+
+
+def iteration(me: Rank) -> None:
+    rows, order = Rows(50), Order(50, 8, 1)
+    with Loader(rows, order) as loader:
+        assert len(loader) == 7
+        seen = [batch[:, 0].tolist() for batch in loader]
+        assert seen == [order.ids(step).tolist() for step in range(7)]
+        assert len(loader) == 6  # step 6 was the first of the second epoch, too
+        first = next(iter(loader))[:, 0].tolist()
+        assert first == order.ids(7).tolist()
+        saved = loader.state_dict()
+    with Loader(rows, order) as resumed:
+        resumed.load_state_dict(saved)
+        assert next(iter(resumed))[:, 0].tolist() == order.ids(8).tolist()
+    with Loader(rows, Order(50, 8, 2)) as other, pytest.raises(InvalidArgument, match="says nothing about the other"):
+        other.load_state_dict(saved)
+
+
+def test_an_iteration_is_an_epoch_and_resumes() -> None:
+    run(iteration, 1)
+
+
+# sharing
+
+
+class Costly(Rows):
+    """Preparation takes longer than reading, so a reader that is behind catches up."""
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        time.sleep(0.001)
+        return super().__getitem__(number)
+
+
+def replicas(me: Rank, steps: int) -> tuple[int, list[list[int]]]:
+    rows = Costly(1000)
+    order = Order(1000, 10)
+    loader = Loader(rows, order, servers=2, name=f"replicas {me.store.get('name').decode()}")
+    me.meet("made")
+    batches = [loader.get(step, 0, 1)[:, 0].tolist() for step in range(steps)]
+    me.meet("read")
+    return int(rows.counts.sum()), batches
+
+
+def test_ranks_that_read_the_same_share_one_preparation() -> None:
+    with Ranks(replicas, 3, 60) as ranks:
+        ranks.store.set("name", f"{os.getpid()} {time.monotonic_ns()}")
+        results = ranks.results()
+    prepared = [count for count, _ in results]
+    assert sorted(prepared)[:2] == [0, 0], "two ranks have started servers"
+    assert 600 <= max(prepared) <= 800, f"{max(prepared)} samples were prepared, for three ranks with 600 each"
+    assert results[0][1] == results[1][1] == results[2][1]
+
+
+def in_one_process(me: Rank) -> None:
+    """Two readers, one of which is 30 steps behind."""
+    rows, order, name = Rows(2000), Order(2000, 10), f"behind {os.getpid()}"
+    with Loader(rows, order, name=name) as first, Loader(rows, order, name=name) as second:
+        ours, theirs = first.get(0), second.get(0)
+        ours[0, 1] = -5
+        assert theirs[0, 1] == -5, "it is a copy"
+        del ours, theirs
+        for step in range(30):
+            first.get(step)
+        for step in range(31):  # what the first one has used is prepared again, but for the latest ones
+            second.get(step)
+        before = rows.counts.copy()
+        for step in range(31, 100):
+            assert torch.equal(first.get(step), second.get(step))
+        new = rows.counts - before
+        assert new.max() == 1 and before.max() == 2
+
+
+def test_a_reader_that_was_behind_shares_again() -> None:
+    run(in_one_process, 1)
+
+
+def other_terms(me: Rank) -> None:
+    name = f"terms {os.getpid()}"
+    with Loader(Rows(100), Order(100, 10), name=name):
+        for arguments, message in [
+            ((Rows(100), Order(100, 20)), "order is .*'batch': 20"),
+            ((Rows(99), Order(100, 10)), "dataset is bodies.data.Rows of 99, and .* has bodies.data.Rows of 100"),
+            ((Noise(100), Order(100, 10)), "dataset is bodies.data.Noise"),
+            ((Rows(100), Order(100, 10), 2), "servers is 2, and a Loader named .* has 1; give this one another name"),
+        ]:
+            with pytest.raises(InvalidArgument, match=message):
+                Loader(*arguments, name=name)
+
+
+def test_loaders_of_one_name_must_agree() -> None:
+    run(other_terms, 1)
+
+
+# views
+
+
+def held(me: Rank) -> None:
+    rows, order = Rows(1000), Order(1000, 4)
+    with Loader(rows, order) as loader:
+        kept = [loader.get(0), loader.get(1)]
+        with pytest.raises(InvalidArgument, match=r"step is 2, and the batch of step 0 is still held.*clone\(\)"):
+            loader.get(2)
+        assert kept[0][:, 0].tolist() == order.ids(0).tolist()
+        kept[0] = kept[0][1:, 0].clone()  # a view would not do
+        kept[1] = kept[1][2:, 1]
+        for step in range(2, 40):
+            loader.get(step)
+        assert kept[0].tolist() == order.ids(0)[1:].tolist()
+        assert kept[1].tolist() == rows.values[order.ids(1)[2:], 1].tolist(), "the slot was filled again"
+        assert torch.equal(loader.get(1)[2:, 1], kept[1])
+        cycle: list[Any] = [loader.get(40), loader.get(1)]
+        cycle.append(cycle)
+        del cycle
+        loader.get(41)  # collects it
+        kept.append(loader.get(42))
+    gc.collect()
+    assert kept[2][:, 0].tolist() == order.ids(42).tolist()  # also after close()
+
+
+def test_a_batch_that_is_held_is_never_overwritten() -> None:
+    run(held, 1)
+
+
+def asked_twice(me: Rank) -> None:
+    """A batch is asked for, let go before it is made, and asked for again."""
+    rows, order = Rows(4000, 512), Order(4000, 100)
+    with Loader(rows, order) as loader:
+        for start in range(200):
+            step = start * 7 % 40
+            loader.get(step)
+            loader.get((step + 20) % 40)  # lets go what is prepared after `step`
+            for number in (step + 1, step + 2):
+                batch = loader.get(number)
+                assert batch[:, 0].tolist() == order.ids(number).tolist()
+                loader.get((step + 20) % 40)
+                loader.get((step + 9) % 40)
+                assert batch[:, 0].tolist() == order.ids(number).tolist(), "its slot was filled again"
+                del batch
+
+
+def test_what_was_let_go_is_not_taken_for_what_is_asked_again() -> None:
+    run(asked_twice, 1)
+
+
+# errors and ends
+
+
+class Bad(Rows):
+    def __getitem__(self, number: int) -> np.ndarray:
+        if number == 17:
+            raise KeyError("no such picture")
+        return super().__getitem__(number)
+
+
+def bad_sample(me: Rank) -> list[str]:
+    order, errors = Order(20, 5, shuffle=False), []
+    with Loader(Bad(20), order) as loader:
+        for step in range(8):
+            try:
+                assert loader.get(step)[:, 0].tolist() == order.ids(step).tolist()
+            except SampleFailed as error:
+                assert error.id == 17
+                errors.append(f"{step} {error}")
+    return errors
+
+
+def test_an_error_of_the_dataset_arrives_with_its_id() -> None:
+    (errors,) = run(bad_sample, 1)
+    assert [each[0] for each in errors] == ["3", "7"]
+    for each in errors:
+        assert "id 17" in each and "KeyError: 'no such picture'" in each and "in __getitem__" in each
+
+
+def servers_die(me: Rank) -> None:
+    noise, order = Noise(400), Order(400, 8, 5)
+    with Loader(noise, order, servers=2) as whole:
+        expected = [whole.get(step).clone() for step in range(50)]
+    with Loader(noise, order, servers=2) as loader:
+        pids = servers_of(loader_keeper())
+        found = []
+        for step in range(50):
+            if step % 10 == 5:
+                os.kill(servers_of(loader_keeper())[step // 10 % 2], signal.SIGKILL)
+            if step == 28:
+                os.kill(loader_keeper(), signal.SIGKILL)
+            found.append(loader.get(step).clone())
+        assert not any(map(is_alive, pids))
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    assert len({row[3].item() for batch in found for row in batch}) == 400, "augmentation repeats itself"
+
+
+def loader_keeper() -> int:
+    return loader._keepers[-1]
+
+
+def test_what_a_dead_server_had_prepared_is_prepared_again() -> None:
+    run(servers_die, 1)
+
+
+class Deadly(Rows):
+    def __getitem__(self, number: int) -> np.ndarray:
+        if number == 3:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return super().__getitem__(number)
+
+
+class Slow(Rows):
+    def __getitem__(self, number: int) -> np.ndarray:
+        if number == 3:
+            time.sleep(2)
+        return super().__getitem__(number)
+
+
+def deadly(me: Rank) -> None:
+    order = Order(20, 2, shuffle=False)
+    with Loader(Deadly(20), order, ahead=1) as loader:
+        with pytest.raises(SystemFailure, match=r"died 4 times while it prepared ids 2, 3, the last time by SIGSEGV"):
+            loader.get(1)
+        assert loader.get(4)[:, 0].tolist() == [8, 9]
+    with Loader(Slow(20), order, ahead=1, timeout=0.3) as loader:
+        with pytest.raises(SampleFailed, match=r"has not prepared ids 2, 3 in timeout=0.3 s"):
+            loader.get(1)
+        time.sleep(2)
+        assert loader.get(1)[:, 0].tolist() == [2, 3]
+
+
+def test_no_wait_is_endless() -> None:
+    run(deadly, 1)
+
+
+def reads_until_told(me: Rank, name: str) -> None:
+    order = Order(1000, 10)
+    loader_of_rank = Loader(Rows(1000), order, servers=2, name=name)
+    me.meet("made")
+    if loader._keepers:
+        me.store.set("pids", " ".join(map(str, [loader_keeper(), *servers_of(loader_keeper())])))
+        me.store.set("starter", str(me.rank))
+    for step in range(10):
+        assert loader_of_rank.get(step, me.rank, 2)[:, 0].tolist() == order.ids(step, me.rank, 2).tolist()
+    me.report("reading")
+    for step in range(10, 400):
+        assert loader_of_rank.get(step, me.rank, 2)[:, 0].tolist() == order.ids(step, me.rank, 2).tolist()
+        time.sleep(0.002)
+
+
+def test_servers_outlive_the_rank_that_started_them_and_end_with_the_last() -> None:
+    before = {*os.listdir("/dev/shm"), *os.listdir("/tmp")}
+    with Ranks(reads_until_told, 2, f"outlive {os.getpid()}") as ranks:
+        ranks.reports()
+        starter = int(ranks.store.get("starter"))
+        ranks.signal(starter, signal.SIGKILL)
+        ranks.results(but=(starter,))
+        pids = [int(each) for each in ranks.store.get("pids").split()]
+        assert len(pids) == 3
+    until(lambda: not any(map(is_alive, pids)))
+    left = {*os.listdir("/dev/shm"), *os.listdir("/tmp")} - before
+    assert not [each for each in left if "ringreduce" in each]
+
+
+def forked(me: Rank) -> None:
+    ours, theirs = socket.socketpair()
+    with Loader(Rows(100), Order(100, 10)) as loader:
+        loader.get(0)
+        ours.close()
+        theirs.settimeout(10)
+        assert theirs.recv(1) == b"", "a server has the socket of its parent"
+        pid = os.fork()
+        if pid == 0:
+            try:
+                loader.get(1)
+            except InvalidArgument as error:
+                os._exit(0 if "forked" in str(error) else 2)
+            os._exit(3)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert loader.get(1)[:, 0].tolist() == Order(100, 10).ids(1).tolist()
+    with pytest.raises(InvalidArgument, match="closed"):
+        loader.get(2)
+
+
+def test_forks_take_nothing_with_them() -> None:
+    run(forked, 1)
+
+
+def test_works_where_shared_memory_is_small() -> None:
+    program = f"""
+import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+import os
+from bodies.data import Rows
+from ringreduce.data import Loader, Order
+assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 1 << 20
+loader = Loader(Rows(64, 100_000), Order(64, 16))
+for step in range(8):
+    assert loader.get(step)[:, 0].tolist() == Order(64, 16).ids(step).tolist()
+print(loader.get(3).nbytes, os.listdir("/dev/shm"))
+"""
+    mount = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$0" -c "$1"'
+    command = ["unshare", "--mount", "sh", "-c", mount, sys.executable, program]
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to mount a small /dev/shm")
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (ran.stdout, ran.returncode) == ("12800000 []\n", 0), ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((5, Order(10, 2)), "dataset is a int, without __getitem__"),
+        ((Rows(10), 10), "order is 10; give a ringreduce.data.Order"),
+        ((Rows(10), Order(10, 2), 0), "servers is 0; give an integer from 1 to 256"),
+        ((Rows(10), Order(10, 2), 1, 65), "ahead is 65; give an integer from 1 to 64"),
+    ],
+)
+def test_wrong_arguments(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        Loader(*arguments)
+    assert not keeper_processes()
+
+
+def keeper_processes() -> list[str]:
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return [each for each in children if Path(f"/proc/{each}/comm").read_text().strip() == keeper.TITLE]
