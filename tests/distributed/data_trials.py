@@ -106,8 +106,9 @@ def kill_servers(me: Rank, trial: Trial, step: int) -> None:
     for what, when in (("server", trial.server_dies), ("keeper", trial.keeper_dies)):
         if step == when and me.store.add(f"{what} killed", 1) == 1:
             keeper = int(me.store.get("keeper"))
-            with contextlib.suppress(OSError):  # one of them has just been killed
-                os.kill(keeper if what == "keeper" else servers_of(keeper)[step % 2], signal.SIGKILL)
+            with contextlib.suppress(OSError):  # the keeper has been killed before
+                pids = [keeper] if what == "keeper" else servers_of(keeper)
+                os.kill(pids[step % len(pids)], signal.SIGKILL)
 
 
 def expected_noise() -> list[float]:
