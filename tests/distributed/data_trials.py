@@ -104,11 +104,12 @@ def member(me: Rank, trial: Trial) -> tuple[list[float], list[float]]:
 def kill_servers(me: Rank, trial: Trial, step: int) -> None:
     """Once each, also if ranks change."""
     for what, when in (("server", trial.server_dies), ("keeper", trial.keeper_dies)):
-        if step == when and me.store.add(f"{what} killed", 1) == 1:
+        if step >= when >= 0:
             keeper = int(me.store.get("keeper"))
             with contextlib.suppress(OSError):  # the keeper has been killed before
                 pids = [keeper] if what == "keeper" else servers_of(keeper)
-                os.kill(pids[step % len(pids)], signal.SIGKILL)
+                if pids and me.store.add(f"{what} killed", 1) == 1:
+                    os.kill(pids[step % len(pids)], signal.SIGKILL)
 
 
 def expected_noise() -> list[float]:
