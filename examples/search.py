@@ -17,6 +17,7 @@ import random
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -83,11 +84,10 @@ class Team:
     def __post_init__(self) -> None:
         self.rank = dist.get_rank(self.group)
 
-    def tell(self, value: dict[str, float] | None) -> dict[str, float]:
+    def tell(self, value: Any) -> Any:
         """What the first rank says, on all ranks of the team: so they never decide differently."""
         told = [value]
         dist.broadcast_object_list(told, self.ranks[0], group=self.group)
-        assert told[0] is not None
         return told[0]
 
     def start(self, trial: int, wanted: dict[str, float]) -> None:
@@ -123,30 +123,29 @@ def search(team: Team) -> None:
     """Random search, successive halving or Optuna: takes trials until there are no more."""
     study = study_of(team) if team.args.optuna and team.rank == 0 else None
     while True:
-        asked = study.ask() if study else None
-        told = None
-        if team.rank == 0:
-            told = {"trial": team.board.next_trial()}
-            told |= optunas(asked) if asked else proposed(int(told["trial"]))
+        told, asked = None, None
+        if team.rank == 0 and (trial := team.board.next_trial()) < team.args.trials:
+            asked = study.ask() if study else None
+            told = {"trial": trial} | (optunas(asked) if asked else proposed(trial))
         wanted = team.tell(told)
-        trial = int(wanted.pop("trial"))
-        if trial >= team.args.trials:
+        if wanted is None:
             return
+        trial = wanted.pop("trial")
         team.start(trial, wanted)
         losses: list[float] = []
         for epoch in range(team.args.epochs):
             losses.append(team.train_epoch(epoch))
-            decision = team.tell({"prune": prune(team, asked, epoch, losses[-1])} if team.rank == 0 else None)
-            if decision["prune"]:
+            if team.tell(team.rank == 0 and prune(team, asked, epoch, losses[-1])):
                 break
         finish(team, trial, wanted, losses)
         if study:
-            from optuna.trial import TrialState
+            import optuna
 
-            study.tell(asked, losses[-1], TrialState.COMPLETE if len(losses) == team.args.epochs else TrialState.PRUNED)
+            pruned = len(losses) < team.args.epochs
+            study.tell(asked, **({"state": optuna.trial.TrialState.PRUNED} if pruned else {"values": losses[-1]}))
 
 
-def prune(team: Team, asked: object, epoch: int, loss: float) -> bool:
+def prune(team: Team, asked: Any, epoch: int, loss: float) -> bool:
     """Asynchronous successive halving (Li et al., 2020): at 1, 2, 4, ... epochs the better half so far goes on."""
     if asked is not None:
         asked.report(loss, epoch)
@@ -200,7 +199,7 @@ def finish(team: Team, trial: int, wanted: dict[str, float], losses: list[float]
         team.board.write(f"result {trial}", {**wanted, "losses": losses})
 
 
-def study_of(team: Team) -> object:
+def study_of(team: Team) -> Any:
     import optuna
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
@@ -215,7 +214,7 @@ def study_of(team: Team) -> object:
     )
 
 
-def optunas(asked: object) -> dict[str, float]:
+def optunas(asked: Any) -> dict[str, float]:
     return {
         "lr": asked.suggest_float("lr", 1e-3, 1.0, log=True),
         "momentum": asked.suggest_float("momentum", 0, 0.95),

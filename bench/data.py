@@ -1,0 +1,193 @@
+"""How many samples a second a Loader delivers, next to torch's DataLoader with 2 workers.
+
+    python bench/data.py                            5 rounds of all cases
+    python bench/data.py --rounds 3 --seconds 1 --json data.json
+
+Both read the same rows of a NumPy array in the same order, in processes of their own; the reading process does nothing
+else. They take turns, and the ratio is the median over the rounds of that within a round: Loader divided by DataLoader.
+`work`: CPU time that preparing a sample takes, in microseconds, as measured on this machine before. Cases with work
+have 2 servers, others 1. `readers` processes read the same samples: the Loaders share their servers, each DataLoader
+has workers of its own. `memory` is that of servers or workers, of all readers together (proportional set size).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.utils.data import DataLoader
+
+from ringreduce.data import Loader, Order, Sampler
+
+EXAMPLES = 10**9
+ROWS_BYTES = 128 << 20
+
+
+@dataclass(frozen=True)
+class Case:
+    bytes: int
+    batch: int
+    work: int
+    readers: int
+    bar: float
+    """The least ratio that we want."""
+
+
+CASES = (
+    Case(1_000, 64, 0, 1, 8.0),
+    Case(100_000, 32, 0, 1, 3.0),
+    Case(1_000_000, 16, 0, 1, 1.5),
+    Case(1_000, 64, 100, 1, 0.95),
+    Case(1_000, 64, 100, 2, 1.8),
+)
+
+
+class Rows:
+    """As many examples as you like, which repeat the rows of one array."""
+
+    def __init__(self, case: Case, spins: int) -> None:
+        self.values = np.ones((ROWS_BYTES // case.bytes, case.bytes), np.uint8)
+        self.spins = spins
+
+    def __len__(self) -> int:
+        return EXAMPLES
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        spin(self.spins)
+        return self.values[number % len(self.values)]
+
+
+def spin(count: int) -> None:
+    for _ in range(count):
+        pass
+
+
+@functools.cache
+def spins_for(microseconds: int) -> int:
+    """How often to spin for so long: by the fastest of several tries."""
+    if not microseconds:
+        return 0
+    count, fastest = 100_000, float("inf")
+    for _ in range(20):
+        begin = time.perf_counter()
+        spin(count)
+        fastest = min(fastest, time.perf_counter() - begin)
+    return int(count * microseconds * 1e-6 / fastest)
+
+
+def batches_of(kind: str, case: Case, name: str) -> Callable[[], torch.Tensor]:
+    """Returns a function that returns the next batch."""
+    dataset, order = Rows(case, spins_for(case.work)), Order(EXAMPLES, case.batch)
+    if kind == "DataLoader":
+        iterator = iter(DataLoader(dataset, batch_sampler=Sampler(order), num_workers=2))
+        return lambda: next(iterator)
+    loader = Loader(dataset, order, servers=2 if case.work else 1, name=name, seeded=False)
+    iterator = iter(loader)
+    return lambda: next(iterator)
+
+
+def read(kind: str, case: Case, name: str, seconds: float, pipe: Connection) -> None:
+    """A reading process: waits for the others, then counts samples."""
+    torch.set_num_threads(1)
+    next_batch = batches_of(kind, case, name)
+    for _ in range(10):
+        next_batch()
+    pipe.send(None)
+    pipe.recv()
+    begin, samples = time.perf_counter(), 0
+    while (elapsed := time.perf_counter() - begin) < seconds:
+        samples += len(next_batch())
+    memory = sum(each.memory_full_info().pss for each in psutil.Process().children(recursive=True))
+    pipe.send((samples / elapsed, memory))
+    pipe.recv()  # servers stay until all have looked
+    os._exit(0)
+
+
+def measure(kind: str, case: Case, seconds: float) -> tuple[float, float]:
+    """Samples a second of all readers together, and bytes of what prepares them."""
+    context = multiprocessing.get_context("fork")
+    pipes, processes = [], []
+    name = f"bench {os.getpid()} {time.monotonic_ns()}"
+    for _ in range(case.readers):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=read, args=(kind, case, name, seconds, theirs))
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    for pipe in pipes:
+        pipe.recv()
+    for pipe in pipes:
+        pipe.send(None)
+    found = [pipe.recv() for pipe in pipes]
+    for pipe in pipes:
+        pipe.send(None)
+    for process in processes:
+        process.join()
+    return sum(rate for rate, _ in found), sum(memory for _, memory in found)
+
+
+def row_of(case: Case, rounds: int, seconds: float) -> dict[str, Any]:
+    spins_for(case.work)  # once: readers are forked, and so spin alike
+    found: dict[str, list[tuple[float, float]]] = {"DataLoader": [], "Loader": []}
+    for number in range(rounds):
+        for kind in (*found,)[:: 1 if number % 2 else -1]:
+            found[kind].append(measure(kind, case, seconds))
+    rates = {kind: [rate for rate, _ in each] for kind, each in found.items()}
+    ratios = [ours / theirs for ours, theirs in zip(rates["Loader"], rates["DataLoader"], strict=True)]
+    return {
+        **asdict(case),
+        **{f"{kind} samples/s": statistics.median(each) for kind, each in rates.items()},
+        **{f"{kind} memory": statistics.median(memory for _, memory in each) for kind, each in found.items()},
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement (default: %(default)s)")
+    parser.add_argument("--case", type=int, choices=range(len(CASES)), nargs="+", help="only these (default: all)")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    arguments = parser.parse_args()
+    table = Table("bytes", "batch", "work", "readers", "DataLoader/s", "Loader/s", "memory", "ratio", "bar")
+    rows = []
+    for case in [CASES[each] for each in arguments.case or range(len(CASES))]:
+        row = row_of(case, arguments.rounds, arguments.seconds)
+        rows.append(row)
+        table.add_row(
+            f"{case.bytes:,}",
+            f"{case.batch}",
+            f"{case.work} us",
+            f"{case.readers}",
+            f"{row['DataLoader samples/s']:,.0f}",
+            f"{row['Loader samples/s']:,.0f}",
+            f"{row['DataLoader memory'] / 1e6:.0f} -> {row['Loader memory'] / 1e6:.0f} MB",
+            f"{row['ratio']:.2f} ({min(row['ratios']):.2f} to {max(row['ratios']):.2f})",
+            f"{case.bar:g}",
+        )
+    Console(width=120).print(table)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
