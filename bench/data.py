@@ -1,10 +1,10 @@
 """How many samples a second a Loader delivers, next to torch's DataLoader with 2 workers.
 
-    python bench/data.py                            5 rounds of all cases
-    python bench/data.py --rounds 3 --seconds 1 --json data.json
+    python bench/data.py                            15 rounds of all cases
+    python bench/data.py --case 0 3 --json data.json
 
-Both read the same rows of a NumPy array in the same order, in processes of their own; the reading process does nothing
-else. They take turns, and the ratio is the median over the rounds of that within a round: Loader divided by DataLoader.
+Both read the same rows of a NumPy array in the same order, and the reading process does nothing else. They take turns.
+The ratio is the samples of Loader divided by those of DataLoader in the same round, and its median over the rounds.
 `work`: CPU time that preparing a sample takes, in microseconds, as measured on this machine before. Cases with work
 have 2 servers, others 1. `readers` processes read the same samples: the Loaders share their servers, each DataLoader
 has workers of its own. `memory` is that of servers or workers, of all readers together (proportional set size).
@@ -20,7 +20,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,6 +35,7 @@ from torch.utils.data import DataLoader
 
 from ringreduce.data import Loader, Order, Sampler
 
+KINDS = ("DataLoader", "Loader")
 EXAMPLES = 10**9
 ROWS_BYTES = 128 << 20
 
@@ -91,70 +92,64 @@ def spins_for(microseconds: int) -> int:
     return int(count * microseconds * 1e-6 / fastest)
 
 
-def batches_of(kind: str, case: Case, name: str) -> Callable[[], torch.Tensor]:
-    """Returns a function that returns the next batch."""
+def batches_of(kind: str, case: Case, name: str) -> Iterator[torch.Tensor]:
     dataset, order = Rows(case, spins_for(case.work)), Order(EXAMPLES, case.batch)
     if kind == "DataLoader":
-        iterator = iter(DataLoader(dataset, batch_sampler=Sampler(order), num_workers=2))
-        return lambda: next(iterator)
-    loader = Loader(dataset, order, servers=2 if case.work else 1, name=name, seeded=False)
-    iterator = iter(loader)
-    return lambda: next(iterator)
+        return iter(DataLoader(dataset, batch_sampler=Sampler(order), num_workers=2))
+    return iter(Loader(dataset, order, servers=2 if case.work else 1, name=name, seeded=False))
 
 
-def read(kind: str, case: Case, name: str, seconds: float, pipe: Connection) -> None:
-    """A reading process: waits for the others, then counts samples."""
+def read(case: Case, name: str, pipe: Connection) -> None:
+    """A reading process: is told a kind and a time, counts the samples of that kind, and tells their rate."""
     torch.set_num_threads(1)
-    next_batch = batches_of(kind, case, name)
-    for _ in range(10):
-        next_batch()
+    batches = {kind: batches_of(kind, case, name) for kind in KINDS}
+    for each in batches.values():
+        for _ in range(10):
+            next(each)
     pipe.send(None)
-    pipe.recv()
-    begin, samples = time.perf_counter(), 0
-    while (elapsed := time.perf_counter() - begin) < seconds:
-        samples += len(next_batch())
-    memory = sum(each.memory_full_info().pss for each in psutil.Process().children(recursive=True))
-    pipe.send((samples / elapsed, memory))
+    while (told := pipe.recv()) is not None:
+        kind, seconds = told
+        begin, samples = time.perf_counter(), 0
+        while (elapsed := time.perf_counter() - begin) < seconds:
+            samples += len(next(batches[kind]))
+        pipe.send(samples / elapsed)
+    memory = dict.fromkeys(KINDS, 0)
+    for child in psutil.Process().children(recursive=True):
+        memory["Loader" if child.name().startswith("data ") else "DataLoader"] += child.memory_full_info().pss
+    pipe.send(memory)
     pipe.recv()  # servers stay until all have looked
     os._exit(0)
 
 
-def measure(kind: str, case: Case, seconds: float) -> tuple[float, float]:
-    """Samples a second of all readers together, and bytes of what prepares them."""
+def row_of(case: Case, rounds: int, seconds: float) -> dict[str, Any]:
     context = multiprocessing.get_context("fork")
-    pipes, processes = [], []
-    name = f"bench {os.getpid()} {time.monotonic_ns()}"
+    pipes, name = [], f"bench {os.getpid()} {time.monotonic_ns()}"
+    spins_for(case.work)  # once: readers are forked, and so spin alike
     for _ in range(case.readers):
         ours, theirs = context.Pipe()
-        process = context.Process(target=read, args=(kind, case, name, seconds, theirs))
-        process.start()
+        context.Process(target=read, args=(case, name, theirs)).start()
         theirs.close()
         pipes.append(ours)
-        processes.append(process)
+
+    def all_do(message: Any) -> list[Any]:
+        for pipe in pipes:
+            pipe.send(message)
+        return [pipe.recv() for pipe in pipes]
+
     for pipe in pipes:
         pipe.recv()
-    for pipe in pipes:
-        pipe.send(None)
-    found = [pipe.recv() for pipe in pipes]
-    for pipe in pipes:
-        pipe.send(None)
-    for process in processes:
-        process.join()
-    return sum(rate for rate, _ in found), sum(memory for _, memory in found)
-
-
-def row_of(case: Case, rounds: int, seconds: float) -> dict[str, Any]:
-    spins_for(case.work)  # once: readers are forked, and so spin alike
-    found: dict[str, list[tuple[float, float]]] = {"DataLoader": [], "Loader": []}
+    rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for number in range(rounds):
-        for kind in (*found,)[:: 1 if number % 2 else -1]:
-            found[kind].append(measure(kind, case, seconds))
-    rates = {kind: [rate for rate, _ in each] for kind, each in found.items()}
+        for kind in KINDS[:: 1 if number % 2 else -1]:
+            rates[kind].append(sum(all_do((kind, seconds))))
+    memory = all_do(None)
+    for pipe in pipes:
+        pipe.send(None)
     ratios = [ours / theirs for ours, theirs in zip(rates["Loader"], rates["DataLoader"], strict=True)]
     return {
         **asdict(case),
         **{f"{kind} samples/s": statistics.median(each) for kind, each in rates.items()},
-        **{f"{kind} memory": statistics.median(memory for _, memory in each) for kind, each in found.items()},
+        **{f"{kind} memory": sum(each[kind] for each in memory) for kind in KINDS},
         "ratio": statistics.median(ratios),
         "ratios": ratios,
     }
@@ -162,8 +157,8 @@ def row_of(case: Case, rounds: int, seconds: float) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement (default: %(default)s)")
     parser.add_argument("--case", type=int, choices=range(len(CASES)), nargs="+", help="only these (default: all)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
@@ -172,6 +167,7 @@ def main() -> int:
     for case in [CASES[each] for each in arguments.case or range(len(CASES))]:
         row = row_of(case, arguments.rounds, arguments.seconds)
         rows.append(row)
+        quarter, _, three_quarters = statistics.quantiles(row["ratios"], n=4)
         table.add_row(
             f"{case.bytes:,}",
             f"{case.batch}",
@@ -180,7 +176,7 @@ def main() -> int:
             f"{row['DataLoader samples/s']:,.0f}",
             f"{row['Loader samples/s']:,.0f}",
             f"{row['DataLoader memory'] / 1e6:.0f} -> {row['Loader memory'] / 1e6:.0f} MB",
-            f"{row['ratio']:.2f} ({min(row['ratios']):.2f} to {max(row['ratios']):.2f})",
+            f"{row['ratio']:.2f} ({quarter:.2f} to {three_quarters:.2f})",
             f"{case.bar:g}",
         )
     Console(width=120).print(table)
