@@ -72,15 +72,21 @@ class LaidOut:
         memory[self.end : self.bytes] = np.frombuffer(self.description, np.uint8)
 
 
-def lay_out(samples: Any) -> LaidOut:
-    """`samples`: a list of samples, which are stacked; or a whole batch, if it is not a list.
+def lay_out(samples: list[Any]) -> LaidOut:
+    """Stacks samples to a batch.
 
     A sample is a tensor, an array, a number, or a tuple, list or dict of samples. What else there is (texts, for
     example) is handed on in a list. Raises `ValueError` if the samples do not fit each other.
     """
     laid_out = LaidOut()
-    tree = _stacked(samples, laid_out, "") if isinstance(samples, list) else _whole(samples, laid_out)
-    laid_out.description = pickle.dumps(tree, pickle.HIGHEST_PROTOCOL)
+    laid_out.description = pickle.dumps(_stacked(samples, laid_out, ""), pickle.HIGHEST_PROTOCOL)
+    return laid_out
+
+
+def lay_out_whole(batch: Any) -> LaidOut:
+    """The same for a batch that is one already, or a `Failure`."""
+    laid_out = LaidOut()
+    laid_out.description = pickle.dumps(_whole(batch, laid_out), pickle.HIGHEST_PROTOCOL)
     return laid_out
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ringreduce.common.failures import SystemFailure
-from ringreduce.data.batches import Failure, LaidOut, lay_out
+from ringreduce.data.batches import Failure, LaidOut, lay_out, lay_out_whole
 from ringreduce.data.messages import ASKED, FILLED, WANT, Filled, Key, accept, next_message
 from ringreduce.data.order import Order
 from ringreduce.data.permutation import mixed
@@ -166,16 +166,14 @@ class Server:
         self._free.append(self._slots.pop(key))
 
     def _make(self, key: Key) -> None:
-        """Makes a batch and tells those who want it."""
+        """Prepares a batch and tells those who want it."""
         try:
             with torch.no_grad():
-                laid_out = lay_out(self._samples(key))
-                slot = self._slot_for(laid_out)
-                laid_out.write(np.frombuffer(slot.memory, np.uint8))
+                laid_out = self._prepared(key)
+                slot = self._written(laid_out)
         except Exception as error:
-            laid_out = lay_out(_failure(error))
-            slot = self._slot_for(laid_out)
-            laid_out.write(np.frombuffer(slot.memory, np.uint8))
+            laid_out = lay_out_whole(_failure(error))
+            slot = self._written(laid_out)
         self._batches_made += 1
         self._served[self._share(key)] = self._batches_made
         slot.filled = Filled(*key, slot.number, len(slot.memory), laid_out.end, laid_out.bytes)
@@ -183,7 +181,7 @@ class Server:
         for reader, request in self._wanted.pop(key).items():
             self._tell(reader, request, slot)
 
-    def _samples(self, key: Key) -> Any:
+    def _prepared(self, key: Key) -> LaidOut:
         dataset, order, collate, seeded = self._work
         ids = order.ids_at(*key).tolist()
         samples: Any
@@ -191,6 +189,10 @@ class Server:
             if seeded:
                 _seed(order.seed, *key)
             samples = dataset.__getitems__(ids)
+            if not isinstance(samples, list):
+                return lay_out_whole(collate(samples) if collate else samples)
+            if len(samples) != len(ids):
+                raise ValueError(f"__getitems__ returned {len(samples)} samples for {len(ids)} ids")
         else:
             samples, number = [], -1
             try:
@@ -200,7 +202,16 @@ class Server:
                     samples.append(dataset[number])
             except Exception as error:
                 raise _OfId(number) from error
-        return collate(samples) if collate else samples
+        return lay_out_whole(collate(samples)) if collate else lay_out(samples)
+
+    def _written(self, laid_out: LaidOut) -> Slot:
+        slot = self._slot_for(laid_out)
+        try:
+            laid_out.write(np.frombuffer(slot.memory, np.uint8))
+        except BaseException:
+            self._free.append(slot)
+            raise
+        return slot
 
     def _slot_for(self, laid_out: LaidOut) -> Slot:
         """A free slot that is large enough. Closes one that is not."""

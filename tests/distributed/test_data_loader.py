@@ -107,6 +107,13 @@ def test_datasets_that_return_many_at_a_time() -> None:
     run(many_at_a_time, 1)
 
 
+class Short(Whole):
+    """Returns a sample too few."""
+
+    def __getitems__(self, ids: list[int]) -> Any:
+        return [*self.values[ids[1:]]]
+
+
 class Ragged:
     def __getitem__(self, number: int) -> torch.Tensor:
         return torch.full((number * 500,), number)
@@ -127,6 +134,10 @@ def ragged(me: Rank) -> None:
             if step == 7:
                 files = open_files()
         assert open_files() <= files + 1  # slots that are too small are given up
+    with Loader(Whole(), order, collate=list) as loader:
+        assert [type(each) for each in loader.get(0)] == [torch.Tensor, list]  # a batch of two parts, not two samples
+    with Loader(Short(), order) as loader, pytest.raises(SampleFailed, match="returned 2 samples for 3 ids"):
+        loader.get(0)
     with Loader(Ragged(), order) as loader, pytest.raises(SampleFailed, match=r"sample 1 of the batch is .* \[500\]"):
         loader.get(0)
 
