@@ -54,6 +54,7 @@ from ringreduce.groups.tensors import (
     share as share,
     zeros as zeros,
 )
+from ringreduce.operators import Op as Op, exscan as exscan, scan as scan
 from ringreduce.plan import Plan as Plan, Step as Step, verify as verify
 from ringreduce.topology import topology as topology
 

@@ -34,17 +34,17 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
-from ringreduce import _C
+from ringreduce import _C, operators
 from ringreduce import plan as plans
-from ringreduce._C import nccl_device_of, nccl_version
 from ringreduce.common.units import duration
 from ringreduce.errors import InvalidArgument
 from ringreduce.gpu import arrays, nccl
 from ringreduce.groups.lookup import backend_of, registered
 from ringreduce.groups.survivors import Agreement, survivors_of
+from ringreduce.groups.tensors import from_numpy, share_memory
 
 Array: TypeAlias = torch.Tensor | np.ndarray[Any, Any]
-ReduceOp: TypeAlias = dist.ReduceOp | dist.ReduceOp.RedOpType
+ReduceOp: TypeAlias = dist.ReduceOp | dist.ReduceOp.RedOpType | operators.Op
 Group: TypeAlias = dist.ProcessGroup | None
 Work: TypeAlias = dist.Work | None
 Rank: TypeAlias = int | None
@@ -64,6 +64,8 @@ def all_reduce(
     """
     if not async_op and _C.all_reduce_now(group, tensor, op, out):
         return None
+    if isinstance(op, operators.Op):
+        return operators.all_reduce(op, tensor, group, async_op, out)
     options = _options(dist.AllreduceOptions, async_op, reduceOp=op)
     return _call(group, "allreduce", _Many((tensor if out is None else _copied(tensor, out),)), options=options)
 
@@ -109,6 +111,8 @@ def reduce(
     The number of elements and the dtype are the same on all ranks. `out` has the shape, dtype and device of `tensor`.
     """
     root = _rank_in(group, "dst", dst, group_dst)
+    if isinstance(op, operators.Op):
+        return operators.reduce(op, tensor, root, group, async_op, out)
     options = _options(dist.ReduceOptions, async_op, reduceOp=op, rootRank=root)
     return _call(group, "reduce", _Many((tensor if out is None else _copied(tensor, out),)), options=options)
 
@@ -147,6 +151,8 @@ def reduce_scatter(
     `input_list` has a tensor for each rank. Sizes may differ between blocks: `input_list[r]` of all ranks and `output`
     of rank r have the same number of elements.
     """
+    if isinstance(op, operators.Op):
+        return operators.reduce_scatter(op, output, input_list, group, async_op)
     options = _options(dist.ReduceScatterOptions, async_op, reduceOp=op)
     return _call(group, "reduce_scatter", _Many((output,)), _Many((_Many(input_list),)), options=options)
 
@@ -162,6 +168,8 @@ def reduce_scatter_single(
     """
     if not async_op and _C.reduce_scatter_now(group, output, input, op):
         return None
+    if isinstance(op, operators.Op):
+        return operators.reduce_scatter_single(op, output, input, group, async_op)
     options = _options(dist.ReduceScatterOptions, async_op, reduceOp=op)
     return _call(group, "_reduce_scatter_base", output, input, options=options)
 
@@ -389,8 +397,8 @@ def use_nccl(communicator: object, group: dist.ProcessGroup | None = None) -> No
     """
     backend = backend_of(group)
     address = nccl.handle_of(communicator)
-    nccl_version(nccl.places())  # opens the library
-    backend.use_nccl(nccl_device_of(address), address)
+    _C.nccl_version(nccl.places())  # opens the library
+    backend.use_nccl(_C.nccl_device_of(address), address)
 
 
 def _rank_in(group: Group, name: str, rank: int | None, group_rank: int | None, required: bool = False) -> int:
@@ -468,19 +476,10 @@ def _copied(tensor: Array, out: Array) -> Array:
             f"{tuple(source.shape)} of {source.dtype} on {source.device}"
         )
     # torch copies between tensors that overlap in part with an error, or wrongly.
-    apart = source is target or not _share_memory(source, target)
+    apart = source is target or not share_memory(source, target)
     target.detach().copy_(source if apart else source.clone())
     guests.order()
     return out
-
-
-def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether memory of the one may be memory of the other."""
-    if a.layout != torch.strided or b.layout != torch.strided:
-        return False
-    left, right = a.untyped_storage(), b.untyped_storage()
-    first = max(left.data_ptr(), right.data_ptr())
-    return first < min(left.data_ptr() + left.nbytes(), right.data_ptr() + right.nbytes())
 
 
 def _tensors(given: Any, guests: arrays.Guests) -> Any:
@@ -498,6 +497,4 @@ def _tensor(array: Array, guests: arrays.Guests | None) -> torch.Tensor:
             f"tensor is a {type(array).__name__}; it must be a torch.Tensor, a NumPy array, or a GPU array with "
             "__cuda_array_interface__, such as CuPy's"
         )
-    if not array.flags.writeable:
-        raise InvalidArgument("the NumPy array is read-only; pass a writable copy: array.copy()")
-    return torch.from_numpy(array)
+    return from_numpy(array)

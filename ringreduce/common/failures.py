@@ -46,6 +46,11 @@ class UpdateFailed(RingReduceError):
     """An update function of the parameter server raised an error; the value is what it was before."""
 
 
+class OperatorFailed(RingReduceError):
+    """An operator of `ringreduce.Op` raised an error on the rank `culprit`, or is not what it claims to be. All ranks
+    raise this, and the group stays usable."""
+
+
 class SampleFailed(RingReduceError):
     """The dataset of a `data.Loader` raised an error, whose traceback is in the message, or took longer than `timeout`.
     `id` is the example's, or -1. The Loader stays usable."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -90,6 +91,33 @@ def empty_like(
     if not isinstance(tensor, torch.Tensor):
         raise InvalidArgument(f"tensor is a {type(tensor).__name__}; it must be a torch.Tensor")
     return empty(*tensor.shape, dtype=dtype or tensor.dtype, group=group)
+
+
+def from_numpy(array: np.ndarray[Any, Any], name: str = "tensor") -> torch.Tensor:
+    """A tensor over the array's memory, for the argument `name`."""
+    if not array.flags.writeable:
+        raise InvalidArgument("the NumPy array is read-only; pass a writable copy: array.copy()")
+    try:
+        return torch.from_numpy(array)
+    except TypeError:
+        out = "give it a dtype of numbers, or use a call such as all_gather_object"
+        if not array.dtype.hasobject:
+            out = (
+                "reduce it by an operator of your own (op=ringreduce.Op.torch(f)), pass one field of its records, or "
+                "move its bytes (array.view(numpy.uint8))"
+            )
+        raise InvalidArgument(f"{name} is a NumPy array of dtype {array.dtype}, which torch lacks; {out}") from None
+    except ValueError as error:  # negative strides, say
+        raise InvalidArgument(f"{name} is a NumPy array that torch cannot use: {error}; pass a copy") from None
+
+
+def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether memory of the one may be memory of the other."""
+    if a.layout != torch.strided or b.layout != torch.strided:
+        return False
+    left, right = a.untyped_storage(), b.untyped_storage()
+    first = max(left.data_ptr(), right.data_ptr())
+    return first < min(left.data_ptr() + left.nbytes(), right.data_ptr() + right.nbytes())
 
 
 def _is_ours(group: dist.ProcessGroup | None) -> bool:

@@ -22,6 +22,7 @@ DIFFERENCES = {
 
 NOT_IN_TORCH = {
     "Agreement": "what agree() returns",
+    "Op": "operators of the user's own",
     "Options": "the knobs of a group",
     "Plan": "algorithms are data",
     "Step": "algorithms are data",
@@ -31,7 +32,9 @@ NOT_IN_TORCH = {
     "dump_flight_record": "torch's recorder is for NCCL alone",
     "empty": "memory that other ranks read",
     "empty_like": "memory that other ranks read",
+    "exscan": "MPI has it",
     "register_plan": "algorithms are data",
+    "scan": "MPI has it",
     "share": "memory that other ranks read",
     "share_allocations": "memory that other ranks read",
     "stats": "counters",

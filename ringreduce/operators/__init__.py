@@ -1,0 +1,146 @@
+"""Reductions by operators of the user's own: `Op`, and the calls that combine the ranks' values in rank order.
+
+The elements of a tensor are cut in a share for each rank. An all_to_all brings rank r the r-th share of every rank,
+rank r combines them from rank 0 upwards, and an all_gather brings the results to all. So operands are combined in the
+order of ranks on every transport and layout of hosts, and no rank sends more than twice its tensor. A scan sends each
+partial result back to its rank by a second all_to_all.
+
+Before data moves, the ranks compare what they call. Before results move, they tell each other whether the operator has
+raised an error. Both are all_gathers of a few bytes. So every rank learns of a fault, and the group stays usable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from ringreduce.errors import InvalidArgument
+from ringreduce.groups.lookup import backend_of
+from ringreduce.operators.call import Call, Group, Work, at_once, exchange_all, gather_all
+from ringreduce.operators.op import Op as Op
+from ringreduce.operators.rows import Given, check_alike, rows_of, shown
+
+# What the direct calls of ringreduce.api do where `op` is an Op.
+
+
+def all_reduce(op: Op, tensor: Given, group: Group, async_op: bool, out: Given | None) -> Work:
+    call = Call("all_reduce", op, group, async_op, rows_of(op, "tensor", tensor), out)
+    call.exchange()
+    call.combine()
+    for mine, target in zip(call.combined(), call.targets, strict=True):
+        with call.whole(target) as whole:
+            gather_all(group, whole, mine)
+    return None
+
+
+def reduce(op: Op, tensor: Given, root: int, group: Group, async_op: bool, out: Given | None) -> Work:
+    call = Call(f"reduce to rank {root}", op, group, async_op, rows_of(op, "tensor", tensor), out)
+    call.exchange()
+    call.combine()
+    options = at_once(dist.GatherOptions)
+    options.rootRank = root
+    for mine, source, target in zip(call.combined(), call.sources, call.targets, strict=True):
+        if call.rank == root:
+            with call.whole(target) as whole:
+                call.backend.gather([list(whole.chunk(call.size))], [mine], options)
+        else:
+            call.backend.gather([], [mine], options)
+            if target is not source:
+                target.assign(source.rows)
+    return None
+
+
+def reduce_scatter(op: Op, output: Given, inputs: Sequence[Given], group: Group, async_op: bool) -> Work:
+    size = backend_of(group).size()
+    if not isinstance(inputs, Sequence) or len(inputs) != size:
+        raise InvalidArgument(
+            f"input_list is {shown(inputs)}; it must be a list with what goes to each of the {size} ranks"
+        )
+    blocks = [rows_of(op, f"input_list[{r}]", each) for r, each in enumerate(inputs)]
+    own = rows_of(op, "output", output)
+    sizes = ", ".join(str(block[0].count) for block in blocks)
+    call = Call(f"reduce_scatter of blocks of {sizes} elements", op, group, async_op, blocks[0], None, counted=False)
+    check_alike(own, blocks[call.rank], "output", f"input_list[{call.rank}]")
+    for block in blocks:
+        check_alike(block, blocks[0], "a tensor of input_list", "the first", counted=False)
+    call.agree()
+    call.mine = call.share = own[0].count
+    for index, target in enumerate(own):
+        room = target.rows.new_empty((size, call.share, *target.rows.shape[1:]))
+        received, sent = list(room.unbind(0)), [block[index].rows for block in blocks]
+        call.backend.alltoall(received, sent, at_once(dist.AllToAllOptions))
+        call.rooms.append(room)
+    call.combine()
+    for room, target in zip(call.rooms, own, strict=True):
+        target.assign(room[0])
+    return None
+
+
+def reduce_scatter_single(op: Op, output: Given, input: Given, group: Group, async_op: bool) -> Work:
+    size = backend_of(group).size()
+    whole, own = rows_of(op, "input", input), rows_of(op, "output", output)
+    if whole[0].count != own[0].count * size:
+        raise InvalidArgument(
+            f"input has {whole[0].count} elements and output {own[0].count}; input must have {size} times as many, "
+            "one part for each rank"
+        )
+    check_alike(own, whole, "output", "input", counted=False)
+    call = Call("reduce_scatter_single", op, group, async_op, whole, None)
+    call.exchange()
+    call.combine()
+    for mine, target in zip(call.combined(), own, strict=True):
+        target.assign(mine)
+    return None
+
+
+def scan(tensor: Given, op: Any = dist.ReduceOp.SUM, group: Group = None, out: Given | None = None) -> None:
+    """Replaces `tensor` on rank r by the reduction over ranks 0 to r, its own included, in rank order; with `out`,
+    writes the result there instead.
+
+    `op` is an `Op`, or SUM, PRODUCT, MIN, MAX, BAND, BOR or BXOR of `torch.distributed.ReduceOp`. The number of
+    elements and the dtype are the same on all ranks. `out` has the shape, dtype and device of `tensor`. MPI has the
+    same call as MPI_Scan.
+    """
+    _scan("scan", tensor, op, group, out)
+
+
+def exscan(tensor: Given, op: Any = dist.ReduceOp.SUM, group: Group = None, out: Given | None = None) -> None:
+    """Replaces `tensor` on rank r by the reduction over ranks 0 to r - 1, in rank order, like `scan` otherwise.
+
+    Rank 0 has no rank before it: there nothing is written. MPI has the same call as MPI_Exscan.
+    """
+    _scan("exscan", tensor, op, group, out)
+
+
+def _scan(what: str, tensor: Given, given: Any, group: Group, out: Given | None) -> None:
+    op = given if isinstance(given, Op) else None
+    if isinstance(given, dist.ReduceOp | dist.ReduceOp.RedOpType):
+        op = next((ours for theirs, ours in _BUILT_IN if theirs == given), None)
+    if op is None:
+        names = ", ".join(ours.name for _, ours in _BUILT_IN)
+        raise InvalidArgument(f"op is {given!r:.60}; {what} takes a ringreduce.Op, or {names} of ReduceOp")
+    call = Call(what, op, group, False, rows_of(op, "tensor", tensor), out)
+    call.exchange(before=1)
+    call.combine(prefixes=True)
+    nothing = what == "exscan" and call.rank == 0
+    for room, target in zip(call.rooms, call.targets, strict=True):
+        sent = room[:-1] if what == "exscan" else room[1:]
+        with call.whole(target, keep=nothing) as whole:
+            exchange_all(group, whole, sent.flatten(0, 1))
+
+
+_BUILT_IN: list[tuple[Any, Op]] = [
+    (theirs, Op.torch(cast(Any, f), commutative=True, name=theirs.name))
+    for theirs, f in {
+        dist.ReduceOp.SUM: torch.add,
+        dist.ReduceOp.PRODUCT: torch.mul,
+        dist.ReduceOp.MIN: torch.minimum,
+        dist.ReduceOp.MAX: torch.maximum,
+        dist.ReduceOp.BAND: torch.bitwise_and,
+        dist.ReduceOp.BOR: torch.bitwise_or,
+        dist.ReduceOp.BXOR: torch.bitwise_xor,
+    }.items()
+]

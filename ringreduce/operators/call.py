@@ -1,0 +1,202 @@
+"""One call with an `Op`: the ranks agree, exchange their shares, combine them, and agree that all went well."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
+
+from ringreduce import _C
+from ringreduce.errors import CollectiveMismatch, InvalidArgument, OperatorFailed
+from ringreduce.groups.lookup import backend_of
+from ringreduce.operators.op import Op
+from ringreduce.operators.rows import Given, Rows, check_alike, rows_of, shown
+
+TILE_BYTES = 256 << 10
+"""An operator gets this much of each operand at a time, so that what it allocates stays in the cache."""
+TEXT_BYTES = 1024
+"""How much of a description or of an error the ranks tell each other."""
+CHECKED = 4096
+"""On how many elements a call tests what an operator claims."""
+
+Group: TypeAlias = dist.ProcessGroup | None
+Work: TypeAlias = dist.Work | None
+
+
+class Call:
+    """One call on this rank: the ranks' shares in `rooms`, where they are combined."""
+
+    def __init__(
+        self,
+        what: str,
+        op: Op,
+        group: Group,
+        async_op: bool,
+        sources: list[Rows],
+        out: Given | None,
+        counted: bool = True,
+    ) -> None:
+        if async_op:
+            raise InvalidArgument(
+                f"async_op is {async_op!r:.60}; operators run in the thread that calls: leave it out for {op!r}"
+            )
+        self.op, self.group, self.sources = op, group, sources
+        self.targets = sources
+        if out is not None:
+            self.targets = rows_of(op, "out", out)
+            check_alike(self.targets, sources, "out", "tensor")
+        self.backend = backend_of(group)
+        self.rank, self.size = self.backend.rank(), self.backend.size()
+        self.count = sources[0].count
+        self.share = -(-self.count // self.size)  # rows of each rank but the last ones, which may have fewer
+        self.mine = min(max(self.count - self.rank * self.share, 0), self.share)
+        self.rooms: list[torch.Tensor] = []
+        elements = " and ".join(f"{each.dtype}{list(each.element) or ''}" for each in sources)
+        self.what = f"{what} by operator {op.name!r} on " + (f"{self.count} elements of " if counted else "") + elements
+
+    def agree(self) -> None:
+        """Raises CollectiveMismatch if the ranks do not make the same call."""
+        digest = hashlib.blake2b(self.what.encode(), digest_size=16).digest()
+        if len(set(self.told(digest))) > 1:
+            calls = self.told(_text(self.what))
+            other = next(rank for rank, call in enumerate(calls) if call != calls[0])
+            raise CollectiveMismatch(
+                f"rank 0 called {_plain(calls[0])}, and rank {other} {_plain(calls[other])}; nothing was combined, and "
+                "the group can be used again",
+                other,
+            )
+
+    def told(self, own: bytes) -> list[bytes]:
+        """What every rank passes, of equal lengths."""
+        given = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        taken = torch.empty(self.size * len(own), dtype=torch.uint8)
+        gather_all(self.group, taken, given)
+        whole = taken.numpy().tobytes()
+        return [whole[at : at + len(own)] for at in range(0, len(whole), len(own))]
+
+    def exchange(self, before: int = 0) -> None:
+        """Brings the shares of this rank. Each room has a share for each rank, and `before` more in front."""
+        self.agree()
+        for source in self.sources:
+            rows = source.rows
+            if self.share * self.size != self.count:
+                rows = rows.new_empty((self.share * self.size, *rows.shape[1:]))
+                rows[: self.count] = source.rows
+            room = rows.new_zeros if before else rows.new_empty
+            self.rooms.append(room((before + self.size, self.share, *rows.shape[1:])))
+            exchange_all(self.group, self.rooms[-1][before:].flatten(0, 1), rows)
+
+    def combine(self, prefixes: bool = False) -> None:
+        """Combines the shares into that of rank 0; with `prefixes`, all up to each rank's into that rank's."""
+        rooms = [room[len(room) - self.size :] for room in self.rooms]
+        row_bytes = max(room[0].nbytes for room in rooms) // max(1, self.share)
+        tile = max(1, TILE_BYTES // max(1, row_bytes))
+        error: Exception | None = None
+        try:
+            with torch.no_grad():
+                for begin in range(0, self.mine, tile):
+                    shares = [room[:, begin : min(begin + tile, self.mine)] for room in rooms]
+                    if self.op.check and begin == 0 and self.size > 1:
+                        self.check([share[:, :CHECKED] for share in shares])
+                    self.combine_tile(shares, prefixes)
+        except Exception as raised:
+            error = raised
+        self.agree_on_success(error)
+
+    def combine_tile(self, shares: list[torch.Tensor], prefixes: bool) -> None:
+        total = self.operand([share[0] for share in shares])
+        for rank in range(1, self.size):
+            if prefixes:
+                total = self.operand([share[rank - 1].clone() for share in shares])
+            total = self.op.function(total, self.operand([share[rank] for share in shares]))
+            if prefixes:
+                self.store(total, [share[rank] for share in shares])
+        if not prefixes and self.size > 1:
+            self.store(total, [share[0] for share in shares])
+
+    def check(self, shares: list[torch.Tensor]) -> None:
+        """Raises ValueError if the operator is not what it claims to be on these elements."""
+        a, b = ([share[rank] for share in shares] for rank in (0, 1))
+        c = [share[2] if self.size > 2 else share[0].roll(1, 0) for share in shares]  # c = a would hide much
+        whole, half = self.applied(a, b), len(a[0]) // 2
+        parts = [self.applied([x[span] for x in a], [x[span] for x in b]) for span in (slice(half), slice(half, None))]
+        claims = {
+            "elements are combined each on its own": (whole, [torch.cat(each) for each in zip(*parts, strict=True)]),
+            "f(f(a, b), c) is f(a, f(b, c))": (self.applied(whole, c), self.applied(a, self.applied(b, c))),
+        }
+        if self.op.commutative:
+            claims["f(a, b) is f(b, a), as commutative=True says"] = whole, self.applied(b, a)
+        for claim, (left, right) in claims.items():
+            for source, x, y, *operands in zip(self.sources, left, right, a, b, c, strict=True):
+                if not source.close(x, y, operands):
+                    raise ValueError(f"check=True: it is not so that {claim}")
+
+    def applied(self, a: list[torch.Tensor], b: list[torch.Tensor]) -> list[torch.Tensor]:
+        result = [x.clone() for x in a]
+        self.store(self.op.function(self.operand([x.clone() for x in a]), self.operand(b)), result)
+        return result
+
+    def operand(self, rows: list[torch.Tensor]) -> Any:
+        """What the operator takes for these rows, one tensor or a tuple of them."""
+        values = tuple(source.operand(each) for source, each in zip(self.sources, rows, strict=True))
+        return values[0] if len(values) == 1 else values
+
+    def store(self, result: Any, rows: list[torch.Tensor]) -> None:
+        values = (result,) if len(rows) == 1 else result
+        if not isinstance(values, tuple | list) or len(values) != len(rows):
+            raise TypeError(f"it returned {shown(values)}; it must return a tuple of {len(rows)}, like its operands")
+        for source, value, each in zip(self.sources, values, rows, strict=True):
+            source.store(value, each)
+
+    def agree_on_success(self, error: Exception | None) -> None:
+        """Raises OperatorFailed on all ranks if the operator has raised an error on any."""
+        if not any(map(any, self.told(b"\0" if error is None else b"\1"))):
+            return
+        errors = self.told(_text("" if error is None else f"{type(error).__name__}: {error}"))
+        culprit = next(rank for rank, text in enumerate(errors) if any(text))
+        raise OperatorFailed(
+            f"{self.what}: it failed on rank {culprit}: {_plain(errors[culprit])}; the group can be used again", culprit
+        ) from error
+
+    def combined(self) -> list[torch.Tensor]:
+        return [room[0] for room in self.rooms]
+
+    @contextmanager
+    def whole(self, target: Rows, keep: bool = False) -> Iterator[torch.Tensor]:
+        """Rows for the shares of all ranks, which become those of `target`, unless it is to `keep` its own."""
+        if target.in_place and self.share * self.size == self.count and not keep:
+            yield target.rows
+            return
+        rows = target.rows.new_empty((self.share * self.size, *target.rows.shape[1:]))
+        yield rows
+        if not keep:
+            target.assign(rows[: self.count])
+
+
+def at_once(kind: Callable[[], Any]) -> Any:
+    options = kind()
+    options.asyncOp = False
+    return options
+
+
+def gather_all(group: Group, output: torch.Tensor, input: torch.Tensor) -> None:
+    if not _C.all_gather_now(group, output, input):
+        backend_of(group)._allgather_base(output, input, at_once(AllgatherOptions))
+
+
+def exchange_all(group: Group, output: torch.Tensor, input: torch.Tensor) -> None:
+    if not _C.all_to_all_now(group, output, input):
+        backend_of(group).alltoall_base(output, input, [], [], at_once(dist.AllToAllOptions))
+
+
+def _text(text: str) -> bytes:
+    return text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+
+
+def _plain(text: bytes) -> str:
+    return text.rstrip(b"\0").decode(errors="ignore")

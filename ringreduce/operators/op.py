@@ -1,0 +1,92 @@
+"""`Op`, an operator of the user's own: what it is called with, and the checks of its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from ringreduce.errors import InvalidArgument
+
+Shape: TypeAlias = tuple[int, ...]
+
+
+class Op:
+    """An associative operator for `all_reduce`, `reduce`, `reduce_scatter`, `reduce_scatter_single`, `scan` and
+    `exscan`. `Op.torch` makes one. Operands are combined in rank order, so it need not be commutative."""
+
+    def __init__(
+        self, function: Callable[[Any, Any], Any], elements: Sequence[Shape], name: str, commutative: bool, check: bool
+    ) -> None:
+        self.name = name
+        self.elements = tuple(elements)
+        self.commutative = commutative
+        self.check = check
+        self.function = function
+
+    def __repr__(self) -> str:
+        return f"ringreduce.Op({self.name!r})"
+
+    @staticmethod
+    def torch(
+        f: Callable[[Any, Any], Any],
+        tensors: int = 1,
+        commutative: bool = False,
+        name: str | None = None,
+        check: bool = False,
+        element: Sequence[int] | Sequence[Sequence[int]] = (),
+    ) -> Op:
+        """An operator that torch computes for many elements at once: `f(a, b)` returns `a[i] op b[i]` for all i.
+
+        `a` and `b` are tensors of shape (n, *element), of the dtype of the call's tensor, and so is the result; n may
+        differ between calls of `f`. `element` is the shape of an element, which ends the shape of the call's tensor: ()
+        for numbers, (2, 2) for matrices that `torch.matmul` multiplies. NumPy arrays of a dtype that torch does not
+        have, such as records, reach `f` as NumPy arrays.
+
+        With `tensors=k` above 1 a call gets a tuple of k tensors, `f` gets two such tuples and returns one: a value and
+        its index, say. Their dtypes may differ. `element` is then one shape for all of them, or k shapes.
+
+        `f` must be associative, do the same on all ranks, and leave `b` unchanged; it may write its result to `a`. If
+        it raises an error, the call raises `OperatorFailed` on all ranks, and the group stays usable.
+
+        `name` is what messages and other ranks know the operator by. The default is the name of `f` with the line that
+        defines it. With `check=True` each call first tests on a few thousand elements that `f` treats each on its own
+        and is associative and, where `commutative` says so, commutative. What differs in more than the lower half of
+        the dtype's digits is `OperatorFailed`. Without `check`, `commutative` changes nothing.
+
+        Raises `InvalidArgument` for arguments that cannot be served.
+        """
+        if not callable(f):
+            raise InvalidArgument(f"f is {f!r:.60}; it must be a function of two operands")
+        if isinstance(tensors, bool) or not isinstance(tensors, int) or tensors < 1:
+            raise InvalidArgument(f"tensors is {tensors!r:.60}; it must be how many tensors f combines, 1 or more")
+        for what, flag in (("commutative", commutative), ("check", check)):
+            if not isinstance(flag, bool):
+                raise InvalidArgument(f"{what} is {flag!r:.60}; it must be True or False")
+        return Op(f, _shapes(element, tensors), _name_of(f, name), commutative, check)
+
+
+def _shapes(element: Any, tensors: int) -> list[Shape]:
+    """The shape of an element of each tensor."""
+    given = list(element) if isinstance(element, Sequence) and not isinstance(element, str) else None
+    several = given is not None and any(isinstance(each, Sequence) for each in given)
+    shapes = given if several else [element] * tensors
+    if given is None or shapes is None or len(shapes) != tensors or not all(map(_is_shape, shapes)):
+        wanted = "a shape such as (2, 2)" + (f", or {tensors} shapes, one for each tensor" if tensors > 1 else "")
+        raise InvalidArgument(f"element is {element!r:.60}; it must be {wanted}")
+    return [tuple(shape) for shape in shapes]
+
+
+def _is_shape(shape: Any) -> bool:
+    return isinstance(shape, Sequence) and all(type(length) is int and length > 0 for length in shape)
+
+
+def _name_of(f: Any, name: str | None) -> str:
+    if name is None:
+        name = getattr(f, "__name__", None)
+        if not isinstance(name, str):
+            raise InvalidArgument(f"name is None, and f, a {type(f).__name__}, has no name of its own; give name='...'")
+        code = getattr(f, "__code__", None)
+        return name if code is None else f"{name}:{code.co_firstlineno}"
+    if not isinstance(name, str) or not 0 < len(name) <= 100:
+        raise InvalidArgument(f"name is {name!r:.60}; it must be a text of 1 to 100 characters")
+    return name
