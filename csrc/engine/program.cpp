@@ -130,6 +130,7 @@ class ProgramReader {
     for (int s = 0; s < steps; ++s) {
       Step step = read_step(channel, phase);
       const Span recv = read_sources(step), send = read_destinations();
+      put_in_rank_order(step, recv, rank);
       if (send.length > 0) {
         step.send_index = static_cast<std::uint32_t>(sent_in_[r].size());
         sent_in_[r].push_back(step.phase);
@@ -179,6 +180,15 @@ class ProgramReader {
       program_.sources.push_back({peer, static_cast<std::uint32_t>(in_.take("send index", 0, kMost))});
     }
     return {first, static_cast<std::size_t>(recvs)};
+  }
+
+  // A plan's numbers begin at the root. Operands are combined in the order of ranks, whatever the root is.
+  void put_in_rank_order(Step& step, const Span& recv, int rank) {
+    const auto first = program_.sources.begin() + static_cast<std::ptrdiff_t>(recv.first);
+    std::sort(first, program_.sources.end(), [](const Source& a, const Source& b) { return a.peer < b.peer; });
+    if (step.read == Read::none) return;
+    const auto lower = [&](const Source& source) { return source.peer < rank; };
+    step.local_position = static_cast<int>(std::count_if(first, program_.sources.end(), lower));
   }
 
   Span read_destinations() {

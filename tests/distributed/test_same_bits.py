@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from bodies import interpreter as gpu
 from bodies.collectives import name_of
 from bodies.same_bits import FACTOR, PLANS, bits, cases, in_shared_memory
@@ -56,3 +57,36 @@ def test_a_plan_gives_the_same_bits_whoever_runs_it(interpreter: Any, name: str)
         assert len(by_cpu) == 60
         assert by_gloo == by_cpu, f"rank {rank}: Gloo"
         assert by_interpreter[rank] == by_cpu, f"rank {rank}: the interpreter"
+
+
+def reduced_to_each_root(me: Rank, transport: str, count: int) -> list[list[bytes]]:
+    """By dtype and root, what the root gets."""
+    found: list[list[bytes]] = []
+    with me.join(options=ringreduce.Options(transport=transport, algorithms="reduce:direct", least_slice_bytes=64)):
+        for dtype in (torch.float32, torch.bfloat16):
+            found.append([])
+            for root in range(me.size):
+                x = rounded_differently(me.rank, count, dtype)
+                dist.reduce(x, root)
+                found[-1].append(x.view(torch.uint8).numpy().tobytes() if me.rank == root else b"")
+    return found
+
+
+def rounded_differently(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Sums depend on the order: 1e8 + 1 - 1e8 is 0 in float32, and 1e8 - 1e8 + 1 is 1."""
+    signs = torch.tensor([1e8, 1.0, -1e8, 3.0, 1e-3])
+    return (signs[(torch.arange(count) + rank) % 5] * (1 + torch.arange(count) % 7)).to(dtype)
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo", "tcp"])
+@pytest.mark.parametrize("size", [3, 4, 5])
+def test_direct_reduces_in_rank_order_whatever_the_root_is(size: int, transport: str) -> None:
+    count = 1003
+    found = run(reduced_to_each_root, size, transport, count)
+    for number, dtype in enumerate((torch.float32, torch.bfloat16)):
+        total = rounded_differently(0, count, dtype).float()
+        for rank in range(1, size):  # 16-bit floats are added as float32 and rounded once
+            total += rounded_differently(rank, count, dtype).float()
+        expected = total.to(dtype).view(torch.uint8).numpy().tobytes()
+        for root in range(size):
+            assert found[root][number][root] == expected, f"{dtype} to rank {root}"
