@@ -28,4 +28,4 @@ from ringreduce.plan.choose import (
 from ringreduce.plan.lower import digest, digest_of, lower
 from ringreduce.plan.model import COLLECTIVES, Channel, Layout, Plan, Program, Read, Slicing, Step, layout, slot_depth
 from ringreduce.plan.symmetric import symmetric
-from ringreduce.plan.verify import verify
+from ringreduce.plan.verify import out_of_order, verify

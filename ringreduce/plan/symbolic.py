@@ -1,15 +1,17 @@
 """One round of one channel, executed on symbols: what every step receives, makes and leaves behind.
 
-A symbol says which chunk a value belongs to, whose inputs are in it, and by which expression they were combined.  The
-machine keeps the rules of the engine (outboxes with `depth` slots and many readers, receives in order per pair of
-ranks, steps that run all at once or not at all) and stops with a PlanError at the first step that breaks one.
-`verify` judges what it leaves in the outputs; `lower` takes from it which slot each receive reads.
+A symbol says which chunk a value belongs to, whose inputs are in it, by which expression they were combined, and
+whether that was in rank order.  The machine keeps the rules of the engine (outboxes with `depth` slots and many
+readers, receives in order per pair of ranks, steps that run all at once or not at all) and stops with a PlanError at
+the first step that breaks one.  `verify` judges what it leaves in the outputs; `lower` takes from it which slot each
+receive reads.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 
 from ringreduce.common.failures import PlanError
 from ringreduce.plan.model import Plan, Read, Step, layout
@@ -22,6 +24,8 @@ class Value:
     chunk: int
     ranks: int
     expression: Hashable
+    disorder: str | None = field(default=None, compare=False)
+    """The first combination in it that was not in rank order, in words."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +52,15 @@ class Round:
     outputs: tuple[dict[int, Value], ...]
 
 
-def run_round(plan: Plan, index: int, depth: int) -> Round:
+def run_round(plan: Plan, index: int, depth: int, root: int = 0) -> Round:
     """Execute one round of channel `index` with outboxes of `depth` slots, or raise PlanError.
+
+    Rank 0 of the plan is rank `root` of the group: operands are combined in the order of the group's ranks.
 
     The structure of the plan (ranges, peers) must be right already.  The order in which ranks get their turn does not
     matter: a step that can run stays able to run until it does, whatever the others do.
     """
-    machine = Machine(plan, index, depth)
+    machine = Machine(plan, index, depth, root)
     machine.run()
     return Round(tuple(map(tuple, machine.outcomes)), tuple(machine.outputs))
 
@@ -62,10 +68,11 @@ def run_round(plan: Plan, index: int, depth: int) -> Round:
 class Machine:
     """The state of one channel: program counters, outboxes, messages under way, outputs."""
 
-    def __init__(self, plan: Plan, index: int, depth: int) -> None:
+    def __init__(self, plan: Plan, index: int, depth: int, root: int = 0) -> None:
         self.plan = plan
         self.index = index
         self.depth = depth
+        self.root = root
         self.layout = layout(plan.collective, plan.size)
         self.contributors = cache(self.layout.contributors)
         self.chunks = plan.channels[index].chunks
@@ -118,7 +125,7 @@ class Machine:
             operands.append((peer, value))
         before = self.outcomes[rank][-1].phase if self.outcomes[rank] else 0
         phase = max((before, *(self.sent_in[peer][sent] + 1 for peer, sent in taken)))
-        value = self.combine(rank, step, sorted(operands, key=lambda operand: operand[0]))
+        value = self.combine(rank, step, sorted(operands, key=lambda operand: self.in_group(operand[0])))
         if step.write:
             if not self.layout.needs_output(rank, step.chunk // self.chunks):
                 raise self.error(rank, step, "writes a chunk of which this rank has no output; drop the write")
@@ -163,7 +170,31 @@ class Machine:
             ranks |= value.ranks
         if len(operands) == 1:
             return operands[0][1]
-        return Value(step.chunk, ranks, self.expression(*(value.expression for _, value in operands)))
+        values = [value for _, value in operands]
+        disorder = next(filter(None, (value.disorder for value in values)), None) or self.disorder(rank, step, values)
+        return Value(step.chunk, ranks, self.expression(*(value.expression for value in values)), disorder)
+
+    def disorder(self, rank: int, step: Step, values: list[Value]) -> str | None:
+        """Where inputs of ranks would be combined before those of lower ranks, in words.
+
+        Operands that are in order themselves stay so if each ends before the next begins.  A complete result in order
+        is made of neighbouring ranges only, since a rank that is missing between two others can no longer get there.
+        """
+        for left, right in pairwise(map(self.ranks_in_group, values)):
+            if not ends_before(left, right):
+                before, after = name_ranks(left), name_ranks(right)
+                where = f"rank {self.in_group(rank)}, step {len(self.outcomes[rank])} (chunk {step.chunk})"
+                return f"{self.where()}, {where}: combines {before} before {after}"
+        return None
+
+    def in_group(self, rank: int) -> int:
+        """The rank in the group that is `rank` of the plan."""
+        return (rank + self.root) % self.plan.size
+
+    def ranks_in_group(self, value: Value) -> int:
+        """As a bit mask."""
+        turned = value.ranks << self.root
+        return turned & (1 << self.plan.size) - 1 | turned >> self.plan.size
 
     def expression(self, *operands: Hashable) -> Hashable:
         """The number of an expression: the same for the same operands in the same order.  ``-1 - rank`` is an input."""
@@ -200,6 +231,11 @@ class Machine:
 
     def error(self, rank: int, step: Step, what: str) -> PlanError:
         return PlanError(f"{self.where()}, rank {rank}, step {len(self.outcomes[rank])} (chunk {step.chunk}): {what}")
+
+
+def ends_before(left: int, right: int) -> bool:
+    """Whether all ranks of one bit mask are below all of another."""
+    return left < right & -right
 
 
 def describe(plan: Plan) -> str:

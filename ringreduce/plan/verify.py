@@ -6,6 +6,7 @@ What is proved, for every channel:
   hold a reduced chunk, all made it by the same expression, operands in the same order, so they hold the same bits.
 - *In place.* The proof assumes that a rank's output chunk occupies the memory of its input chunk, so that no plan
   reads input after it has overwritten it with something else.
+- *Order*, where `out_of_order` is asked: each result combines its contributions in the order of ranks.
 - *Progress.* No rank waits forever for a message or for a slot, and every message sent is received.
 
 One round is enough.  When a round ends, every message has been consumed and every slot is free, so the next round
@@ -28,12 +29,32 @@ def verify(plan: Plan, depth: int | None = None) -> None:
 
     The message names the plan, channel, rank and step at fault and, where it applies, the chunk and contributions.
     """
-    if not isinstance(plan, Plan):
-        raise PlanError(f"plan is {plan!r:.60}; give a ringreduce.Plan, as ringreduce.plan.build makes them")
+    _check_is_plan(plan)
     prove(plan, slot_depth(plan.size) if depth is None else depth)
 
 
-def prove(plan: Plan, depth: int) -> tuple[Round, ...]:
+def out_of_order(plan: Plan, root: int = 0) -> str | None:
+    """Where `plan` does not combine in the order of ranks, in words; None if all its results are in rank order.
+
+    A plan in rank order serves operators that are associative and not commutative: its results are x0 op x1 op x2 ...,
+    whatever the parentheses.  In a `reduce`, `root` is the rank that has the part of rank 0 of the plan.  Raises
+    PlanError if the plan is wrong, and for a root that it does not have.
+    """
+    _check_is_plan(plan)
+    roots = plan.size if plan.collective == "reduce" else 1
+    if not isinstance(root, int) or not 0 <= root < roots:
+        raise PlanError(f"{describe(plan)}: root is {root!r:.60}; it must be from 0 to {roots - 1}")
+    rounds = prove(plan, slot_depth(plan.size), root)
+    results = (value for executed in rounds for outputs in executed.outputs for value in outputs.values())
+    return next((value.disorder for value in results if value.disorder), None)
+
+
+def _check_is_plan(plan: object) -> None:
+    if not isinstance(plan, Plan):
+        raise PlanError(f"plan is {plan!r:.60}; give a ringreduce.Plan, as ringreduce.plan.build makes them")
+
+
+def prove(plan: Plan, depth: int, root: int = 0) -> tuple[Round, ...]:
     """`verify`, returning the executed round of each channel."""
     if plan.size < 1:
         raise PlanError(f"{describe(plan)}: the size must be at least 1")
@@ -44,7 +65,7 @@ def prove(plan: Plan, depth: int) -> tuple[Round, ...]:
     shape = layout(plan.collective, plan.size)
     for index, channel in enumerate(plan.channels):
         _check_structure(plan, index, channel, shape)
-    rounds = tuple(run_round(plan, index, depth) for index in range(len(plan.channels)))
+    rounds = tuple(run_round(plan, index, depth, root) for index in range(len(plan.channels)))
     for index, executed in enumerate(rounds):
         check_outputs(plan, index, dict(enumerate(executed.outputs)), shape)
     return rounds
