@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ringreduce.errors import InvalidArgument
 from ringreduce.groups.lookup import backend_of
-from ringreduce.operators.call import Call, Group, Work, at_once, exchange_all, gather_all
+from ringreduce.operators.call import Block, Call, Group, Work, at_once, exchange_all, gather_all
 from ringreduce.operators.op import Op as Op
 from ringreduce.operators.rows import Given, check_alike, rows_of, shown
 
@@ -28,28 +28,35 @@ from ringreduce.operators.rows import Given, check_alike, rows_of, shown
 
 def all_reduce(op: Op, tensor: Given, group: Group, async_op: bool, out: Given | None) -> Work:
     call = Call("all_reduce", op, group, async_op, rows_of(op, "tensor", tensor), out)
-    call.exchange()
-    call.combine()
-    for mine, target in zip(call.combined(), call.targets, strict=True):
-        with call.whole(target) as whole:
-            gather_all(group, whole, mine)
+    for block in call.blocks():
+        block.exchange()
+        block.combine()
+        for room, target in zip(block.rooms, call.targets, strict=True):
+            with block.whole(target) as whole:
+                gather_all(group, whole, room[0])
+    for target in call.targets:
+        target.finish()
     return None
 
 
 def reduce(op: Op, tensor: Given, root: int, group: Group, async_op: bool, out: Given | None) -> Work:
     call = Call(f"reduce to rank {root}", op, group, async_op, rows_of(op, "tensor", tensor), out)
-    call.exchange()
-    call.combine()
     options = at_once(dist.GatherOptions)
     options.rootRank = root
-    for mine, source, target in zip(call.combined(), call.sources, call.targets, strict=True):
+    for block in call.blocks():
+        block.exchange()
+        block.combine()
+        for room, target in zip(block.rooms, call.targets, strict=True):
+            if call.rank == root:
+                with block.whole(target) as whole:
+                    call.backend.gather([list(whole.chunk(call.size))], [room[0]], options)
+            else:
+                call.backend.gather([], [room[0]], options)
+    for source, target in zip(call.sources, call.targets, strict=True):
         if call.rank == root:
-            with call.whole(target) as whole:
-                call.backend.gather([list(whole.chunk(call.size))], [mine], options)
-        else:
-            call.backend.gather([], [mine], options)
-            if target is not source:
-                target.assign(source.rows)
+            target.finish()
+        elif target is not source:
+            target.assign(source.rows)
     return None
 
 
@@ -61,20 +68,20 @@ def reduce_scatter(op: Op, output: Given, inputs: Sequence[Given], group: Group,
         )
     blocks = [rows_of(op, f"input_list[{r}]", each) for r, each in enumerate(inputs)]
     own = rows_of(op, "output", output)
-    sizes = ", ".join(str(block[0].count) for block in blocks)
+    sizes = ", ".join(str(each[0].count) for each in blocks)
     call = Call(f"reduce_scatter of blocks of {sizes} elements", op, group, async_op, blocks[0], None, counted=False)
     check_alike(own, blocks[call.rank], "output", f"input_list[{call.rank}]")
-    for block in blocks:
-        check_alike(block, blocks[0], "a tensor of input_list", "the first", counted=False)
+    for each in blocks:
+        check_alike(each, blocks[0], "a tensor of input_list", "the first", counted=False)
     call.agree()
-    call.mine = call.share = own[0].count
+    block = Block(call, 0, call.count, own[0].count)
     for index, target in enumerate(own):
-        room = target.rows.new_empty((size, call.share, *target.rows.shape[1:]))
-        received, sent = list(room.unbind(0)), [block[index].rows for block in blocks]
+        room = target.rows.new_empty((size, own[0].count, *target.rows.shape[1:]))
+        received, sent = list(room.unbind(0)), [each[index].rows for each in blocks]
         call.backend.alltoall(received, sent, at_once(dist.AllToAllOptions))
-        call.rooms.append(room)
-    call.combine()
-    for room, target in zip(call.rooms, own, strict=True):
+        block.rooms.append(room)
+    block.combine()
+    for room, target in zip(block.rooms, own, strict=True):
         target.assign(room[0])
     return None
 
@@ -89,10 +96,12 @@ def reduce_scatter_single(op: Op, output: Given, input: Given, group: Group, asy
         )
     check_alike(own, whole, "output", "input", counted=False)
     call = Call("reduce_scatter_single", op, group, async_op, whole, None)
-    call.exchange()
-    call.combine()
-    for mine, target in zip(call.combined(), own, strict=True):
-        target.assign(mine)
+    call.agree()
+    block = Block(call, 0, call.count)
+    block.exchange()
+    block.combine()
+    for room, target in zip(block.rooms, own, strict=True):
+        target.assign(room[0])
     return None
 
 
@@ -123,13 +132,16 @@ def _scan(what: str, tensor: Given, given: Any, group: Group, out: Given | None)
         names = ", ".join(ours.name for _, ours in _BUILT_IN)
         raise InvalidArgument(f"op is {given!r:.60}; {what} takes a ringreduce.Op, or {names} of ReduceOp")
     call = Call(what, op, group, False, rows_of(op, "tensor", tensor), out)
-    call.exchange(before=1)
-    call.combine(prefixes=True)
     nothing = what == "exscan" and call.rank == 0
-    for room, target in zip(call.rooms, call.targets, strict=True):
-        sent = room[:-1] if what == "exscan" else room[1:]
-        with call.whole(target, keep=nothing) as whole:
-            exchange_all(group, whole, sent.flatten(0, 1))
+    for block in call.blocks():
+        block.exchange(before=1)
+        block.combine(prefixes=True)
+        for room, target in zip(block.rooms, call.targets, strict=True):
+            sent = room[:-1] if what == "exscan" else room[1:]
+            with block.whole(target, keep=nothing) as whole:
+                exchange_all(group, whole, sent.flatten(0, 1))
+    for target in call.targets:
+        target.finish()
 
 
 _BUILT_IN: list[tuple[Any, Op]] = [

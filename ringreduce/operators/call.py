@@ -19,6 +19,8 @@ from ringreduce.operators.rows import Given, Rows, check_alike, rows_of, shown
 
 TILE_BYTES = 256 << 10
 """An operator gets this much of each operand at a time, so that what it allocates stays in the cache."""
+BLOCK_BYTES = 16 << 20
+"""A call goes through its tensors in blocks of this size, so that the memory it needs beside them is bounded."""
 TEXT_BYTES = 1024
 """How much of a description or of an error the ranks tell each other."""
 CHECKED = 4096
@@ -29,7 +31,7 @@ Work: TypeAlias = dist.Work | None
 
 
 class Call:
-    """One call on this rank: the ranks' shares in `rooms`, where they are combined."""
+    """One call with an operator on this rank."""
 
     def __init__(
         self,
@@ -53,11 +55,16 @@ class Call:
         self.backend = backend_of(group)
         self.rank, self.size = self.backend.rank(), self.backend.size()
         self.count = sources[0].count
-        self.share = -(-self.count // self.size)  # rows of each rank but the last ones, which may have fewer
-        self.mine = min(max(self.count - self.rank * self.share, 0), self.share)
-        self.rooms: list[torch.Tensor] = []
         elements = " and ".join(f"{each.dtype}{list(each.element) or ''}" for each in sources)
         self.what = f"{what} by operator {op.name!r} on " + (f"{self.count} elements of " if counted else "") + elements
+
+    def blocks(self) -> Iterator[Block]:
+        """The call's elements, cut in blocks."""
+        self.agree()
+        row_bytes = max(1, sum(source.row_bytes for source in self.sources))
+        most = max(1, BLOCK_BYTES // row_bytes // self.size) * self.size
+        for begin in range(0, self.count, most):
+            yield Block(self, begin, min(most, self.count - begin))
 
     def agree(self) -> None:
         """Raises CollectiveMismatch if the ranks do not make the same call."""
@@ -79,34 +86,53 @@ class Call:
         whole = taken.numpy().tobytes()
         return [whole[at : at + len(own)] for at in range(0, len(whole), len(own))]
 
+    def agree_on_success(self, error: Exception | None) -> None:
+        """Raises OperatorFailed on all ranks if the operator has raised an error on any."""
+        if not any(map(any, self.told(b"\0" if error is None else b"\1"))):
+            return
+        errors = self.told(_text("" if error is None else f"{type(error).__name__}: {error}"))
+        culprit = next(rank for rank, text in enumerate(errors) if any(text))
+        raise OperatorFailed(
+            f"{self.what}: it failed on rank {culprit}: {_plain(errors[culprit])}; the group can be used again", culprit
+        ) from error
+
+
+class Block:
+    """Elements `begin` to `begin + count` of a call: the ranks' shares of them in `rooms`, one room for each tensor."""
+
+    def __init__(self, call: Call, begin: int, count: int, share: int | None = None) -> None:
+        self.call, self.op, self.size, self.sources = call, call.op, call.size, call.sources
+        self.begin, self.count = begin, count
+        self.share = -(-count // call.size) if share is None else share  # rows of a rank; the last ones may have fewer
+        self.mine = min(max(count - call.rank * self.share, 0), self.share) if share is None else share
+        self.rooms: list[torch.Tensor] = []
+
     def exchange(self, before: int = 0) -> None:
         """Brings the shares of this rank. Each room has a share for each rank, and `before` more in front."""
-        self.agree()
         for source in self.sources:
-            rows = source.rows
+            rows = source.rows[self.begin : self.begin + self.count]
             if self.share * self.size != self.count:
                 rows = rows.new_empty((self.share * self.size, *rows.shape[1:]))
-                rows[: self.count] = source.rows
+                rows[: self.count] = source.rows[self.begin : self.begin + self.count]
             room = rows.new_zeros if before else rows.new_empty
             self.rooms.append(room((before + self.size, self.share, *rows.shape[1:])))
-            exchange_all(self.group, self.rooms[-1][before:].flatten(0, 1), rows)
+            exchange_all(self.call.group, self.rooms[-1][before:].flatten(0, 1), rows)
 
     def combine(self, prefixes: bool = False) -> None:
         """Combines the shares into that of rank 0; with `prefixes`, all up to each rank's into that rank's."""
         rooms = [room[len(room) - self.size :] for room in self.rooms]
-        row_bytes = max(room[0].nbytes for room in rooms) // max(1, self.share)
-        tile = max(1, TILE_BYTES // max(1, row_bytes))
+        tile = max(1, TILE_BYTES // max(1, *(source.row_bytes for source in self.sources)))
         error: Exception | None = None
         try:
             with torch.no_grad():
                 for begin in range(0, self.mine, tile):
                     shares = [room[:, begin : min(begin + tile, self.mine)] for room in rooms]
-                    if self.op.check and begin == 0 and self.size > 1:
+                    if self.op.check and self.begin == begin == 0 and self.size > 1:
                         self.check([share[:, :CHECKED] for share in shares])
                     self.combine_tile(shares, prefixes)
         except Exception as raised:
             error = raised
-        self.agree_on_success(error)
+        self.call.agree_on_success(error)
 
     def combine_tile(self, shares: list[torch.Tensor], prefixes: bool) -> None:
         total = self.operand([share[0] for share in shares])
@@ -153,29 +179,17 @@ class Call:
         for source, value, each in zip(self.sources, values, rows, strict=True):
             source.store(value, each)
 
-    def agree_on_success(self, error: Exception | None) -> None:
-        """Raises OperatorFailed on all ranks if the operator has raised an error on any."""
-        if not any(map(any, self.told(b"\0" if error is None else b"\1"))):
-            return
-        errors = self.told(_text("" if error is None else f"{type(error).__name__}: {error}"))
-        culprit = next(rank for rank, text in enumerate(errors) if any(text))
-        raise OperatorFailed(
-            f"{self.what}: it failed on rank {culprit}: {_plain(errors[culprit])}; the group can be used again", culprit
-        ) from error
-
-    def combined(self) -> list[torch.Tensor]:
-        return [room[0] for room in self.rooms]
-
     @contextmanager
     def whole(self, target: Rows, keep: bool = False) -> Iterator[torch.Tensor]:
         """Rows for the shares of all ranks, which become those of `target`, unless it is to `keep` its own."""
-        if target.in_place and self.share * self.size == self.count and not keep:
-            yield target.rows
+        own = target.rows[self.begin : self.begin + self.count]
+        if self.share * self.size == self.count and not keep:
+            yield own
             return
-        rows = target.rows.new_empty((self.share * self.size, *target.rows.shape[1:]))
+        rows = own.new_empty((self.share * self.size, *own.shape[1:]))
         yield rows
         if not keep:
-            target.assign(rows[: self.count])
+            own.copy_(rows[: self.count])
 
 
 def at_once(kind: Callable[[], Any]) -> Any:

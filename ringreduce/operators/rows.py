@@ -91,12 +91,15 @@ class Rows:
         else:
             self.tensor.copy_(rows.view(self.tensor.shape))
 
+    def finish(self) -> None:
+        """The tensor gets what was written to `rows`, where these are a copy."""
+        own = self.tensor.data_ptr() if self.records is None else cast(Any, self.array).ctypes.data
+        if self.rows.data_ptr() != own:
+            self.assign(self.rows)
+
     @property
-    def in_place(self) -> bool:
-        """Whether what is written to `rows` is in the tensor."""
-        if self.records is not None:
-            return bool(self.rows.data_ptr() == cast(Any, self.array).ctypes.data)
-        return self.rows.data_ptr() == self.tensor.data_ptr()
+    def row_bytes(self) -> int:
+        return self.rows.itemsize * math.prod(self.rows.shape[1:])
 
 
 def _torch_has(dtype: np.dtype[Any]) -> bool:

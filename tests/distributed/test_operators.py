@@ -18,6 +18,7 @@ from distributed.harness import Rank, Ranks, run
 import ringreduce
 from ringreduce import Op
 from ringreduce.errors import CollectiveMismatch, InvalidArgument, OperatorFailed, PeerLost
+from ringreduce.operators import call as calls_of_operators
 
 COUNTS = (0, 1, 2, 5, 1009)
 PLACEMENTS: dict[str, dict[str, str | Sequence[int]]] = {
@@ -117,6 +118,27 @@ def built_in_scans(me: Rank) -> None:
 
 def test_scans_of_the_built_in_operations() -> None:
     run(placed, 3, {}, built_in_scans)
+
+
+def in_small_blocks(me: Rank) -> None:
+    calls_of_operators.BLOCK_BYTES, calls_of_operators.TILE_BYTES = 1000, 70
+    every_call(me)
+    tuples(me)
+
+    def fragile(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        if bool((a == 7).any()):
+            raise ValueError("a seven")
+        return a + b
+
+    x = torch.zeros(1000)
+    x[900] = 7 if me.rank == 0 else 0
+    with pytest.raises(OperatorFailed, match="ValueError: a seven"):
+        ringreduce.all_reduce(x, op=Op.torch(fragile))
+    lives_on(me)
+
+
+def test_many_blocks_and_tiles() -> None:
+    run(placed, 3, {}, in_small_blocks)
 
 
 # what a tensor may be

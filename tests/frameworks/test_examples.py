@@ -21,6 +21,13 @@ def test_example(name: str) -> None:
     assert re.search(rf"a single process's {TINY}", torchrun(f"examples/{name}.py"))
 
 
+def test_semirings() -> None:
+    """Each of its four results is compared with one process's."""
+    output = torchrun("examples/semirings.py")
+    assert output.count("differs from a single process's by 0.0e+00") == 3
+    assert re.search(rf"attention .* a single process's {TINY}", output)
+
+
 def program_of(page: str, folder: Path) -> Path:
     """The first one on a page, with fewer steps."""
     block = re.search(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)

