@@ -6,7 +6,8 @@ order of ranks on every transport and layout of hosts, and no rank sends more th
 partial result back to its rank by a second all_to_all.
 
 Before data moves, the ranks compare what they call. Before results move, they tell each other whether the operator has
-raised an error. Both are all_gathers of a few bytes. So every rank learns of a fault, and the group stays usable.
+raised an error. Both are small all_gathers. So every rank learns of a fault, and the group stays usable. A small tensor
+travels with the first of them, and each rank combines all of it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 from ringreduce.errors import InvalidArgument
 from ringreduce.groups.lookup import backend_of
-from ringreduce.operators.call import Block, Call, Group, Work, at_once, exchange_all, gather_all
+from ringreduce.operators.call import Block, Call, Group, Work, at_once
 from ringreduce.operators.op import Op as Op
 from ringreduce.operators.rows import Given, check_alike, rows_of, shown
 
@@ -31,9 +32,7 @@ def all_reduce(op: Op, tensor: Given, group: Group, async_op: bool, out: Given |
     for block in call.blocks():
         block.exchange()
         block.combine()
-        for room, target in zip(block.rooms, call.targets, strict=True):
-            with block.whole(target) as whole:
-                gather_all(group, whole, room[0])
+        block.to_all()
     for target in call.targets:
         target.finish()
     return None
@@ -41,17 +40,10 @@ def all_reduce(op: Op, tensor: Given, group: Group, async_op: bool, out: Given |
 
 def reduce(op: Op, tensor: Given, root: int, group: Group, async_op: bool, out: Given | None) -> Work:
     call = Call(f"reduce to rank {root}", op, group, async_op, rows_of(op, "tensor", tensor), out)
-    options = at_once(dist.GatherOptions)
-    options.rootRank = root
     for block in call.blocks():
         block.exchange()
         block.combine()
-        for room, target in zip(block.rooms, call.targets, strict=True):
-            if call.rank == root:
-                with block.whole(target) as whole:
-                    call.backend.gather([list(whole.chunk(call.size))], [room[0]], options)
-            else:
-                call.backend.gather([], [room[0]], options)
+        block.to_root(root)
     for source, target in zip(call.sources, call.targets, strict=True):
         if call.rank == root:
             target.finish()
@@ -132,14 +124,10 @@ def _scan(what: str, tensor: Given, given: Any, group: Group, out: Given | None)
         names = ", ".join(ours.name for _, ours in _BUILT_IN)
         raise InvalidArgument(f"op is {given!r:.60}; {what} takes a ringreduce.Op, or {names} of ReduceOp")
     call = Call(what, op, group, False, rows_of(op, "tensor", tensor), out)
-    nothing = what == "exscan" and call.rank == 0
     for block in call.blocks():
         block.exchange(before=1)
         block.combine(prefixes=True)
-        for room, target in zip(block.rooms, call.targets, strict=True):
-            sent = room[:-1] if what == "exscan" else room[1:]
-            with block.whole(target, keep=nothing) as whole:
-                exchange_all(group, whole, sent.flatten(0, 1))
+        block.to_each(behind=int(what == "exscan"))
     for target in call.targets:
         target.finish()
 

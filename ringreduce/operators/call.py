@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -21,6 +21,8 @@ TILE_BYTES = 256 << 10
 """An operator gets this much of each operand at a time, so that what it allocates stays in the cache."""
 BLOCK_BYTES = 16 << 20
 """A call goes through its tensors in blocks of this size, so that the memory it needs beside them is bounded."""
+FRAME_BYTES, DIGEST_BYTES = 1024, 16
+"""What the ranks tell each other first, and how much of it is for the call. Small tensors fit in the rest."""
 TEXT_BYTES = 1024
 """How much of a description or of an error the ranks tell each other."""
 CHECKED = 4096
@@ -59,17 +61,29 @@ class Call:
         self.what = f"{what} by operator {op.name!r} on " + (f"{self.count} elements of " if counted else "") + elements
 
     def blocks(self) -> Iterator[Block]:
-        """The call's elements, cut in blocks."""
-        self.agree()
+        """The call's elements, cut in blocks. Those of a small call have come with what the ranks compared."""
         row_bytes = max(1, sum(source.row_bytes for source in self.sources))
+        if self.count * row_bytes <= FRAME_BYTES - DIGEST_BYTES and self.sources[0].rows.is_cpu:
+            block = Block(self, 0, self.count, self.count, everywhere=True)
+            block.take(self.agree([source.rows for source in self.sources]))
+            yield block
+            return
+        self.agree()
         most = max(1, BLOCK_BYTES // row_bytes // self.size) * self.size
         for begin in range(0, self.count, most):
             yield Block(self, begin, min(most, self.count - begin))
 
-    def agree(self) -> None:
-        """Raises CollectiveMismatch if the ranks do not make the same call."""
-        digest = hashlib.blake2b(self.what.encode(), digest_size=16).digest()
-        if len(set(self.told(digest))) > 1:
+    def agree(self, rows: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+        """Raises CollectiveMismatch if the ranks do not make the same call. Returns all ranks' `rows` as bytes."""
+        digest = hashlib.blake2b(self.what.encode(), digest_size=DIGEST_BYTES).digest()
+        parts = [torch.frombuffer(bytearray(digest), dtype=torch.uint8), *(as_bytes(each) for each in rows)]
+        frame, frames = (
+            torch.zeros(FRAME_BYTES, dtype=torch.uint8),
+            torch.empty((self.size, FRAME_BYTES), dtype=torch.uint8),
+        )
+        torch.cat(parts, out=frame[: sum(map(len, parts))])
+        gather_all(self.group, frames, frame)
+        if not frames[:, :DIGEST_BYTES].eq(parts[0]).all():
             calls = self.told(_text(self.what))
             other = next(rank for rank, call in enumerate(calls) if call != calls[0])
             raise CollectiveMismatch(
@@ -77,6 +91,7 @@ class Call:
                 "the group can be used again",
                 other,
             )
+        return frames[:, DIGEST_BYTES:]
 
     def told(self, own: bytes) -> list[bytes]:
         """What every rank passes, of equal lengths."""
@@ -98,17 +113,32 @@ class Call:
 
 
 class Block:
-    """Elements `begin` to `begin + count` of a call: the ranks' shares of them in `rooms`, one room for each tensor."""
+    """Elements `begin` to `begin + count` of a call: the ranks' shares of them in `rooms`, one room for each tensor.
 
-    def __init__(self, call: Call, begin: int, count: int, share: int | None = None) -> None:
+    `share`: how many elements this rank combines (default: its part of them). With `everywhere` each rank combines all.
+    """
+
+    def __init__(self, call: Call, begin: int, count: int, share: int | None = None, everywhere: bool = False) -> None:
         self.call, self.op, self.size, self.sources = call, call.op, call.size, call.sources
+        self.everywhere = everywhere
         self.begin, self.count = begin, count
         self.share = -(-count // call.size) if share is None else share  # rows of a rank; the last ones may have fewer
         self.mine = min(max(count - call.rank * self.share, 0), self.share) if share is None else share
         self.rooms: list[torch.Tensor] = []
 
+    def take(self, frames: torch.Tensor) -> None:
+        """Fills the rooms from what `Call.agree` has returned."""
+        begin = 0
+        for source in self.sources:
+            rows, end = source.rows, begin + source.rows.nbytes
+            room = frames[:, begin:end].contiguous().view(-1).view(rows.dtype)
+            self.rooms.append(room.view(self.size, *rows.shape))
+            begin = end
+
     def exchange(self, before: int = 0) -> None:
         """Brings the shares of this rank. Each room has a share for each rank, and `before` more in front."""
+        if self.everywhere:
+            return
         for source in self.sources:
             rows = source.rows[self.begin : self.begin + self.count]
             if self.share * self.size != self.count:
@@ -179,6 +209,39 @@ class Block:
         for source, value, each in zip(self.sources, values, rows, strict=True):
             source.store(value, each)
 
+    def to_all(self) -> None:
+        """Every rank gets what was combined."""
+        for room, target in zip(self.rooms, self.call.targets, strict=True):
+            if self.everywhere:
+                target.rows.copy_(room[0])
+                continue
+            with self.whole(target) as whole:
+                gather_all(self.call.group, whole, room[0])
+
+    def to_root(self, root: int) -> None:
+        """Rank `root` gets it."""
+        options = at_once(dist.GatherOptions)
+        options.rootRank = root
+        for room, target in zip(self.rooms, self.call.targets, strict=True):
+            if self.everywhere and self.call.rank == root:
+                target.rows.copy_(room[0])
+            elif not self.everywhere and self.call.rank == root:
+                with self.whole(target) as whole:
+                    self.call.backend.gather([list(whole.chunk(self.size))], [room[0]], options)
+            elif not self.everywhere:
+                self.call.backend.gather([], [room[0]], options)
+
+    def to_each(self, behind: int) -> None:
+        """Rank r gets what was combined up to rank r - `behind`, if there is such a rank."""
+        last = self.call.rank - behind
+        for room, target in zip(self.rooms, self.call.targets, strict=True):
+            if self.everywhere:
+                if last >= 0:
+                    target.rows.copy_(room[last])
+                continue
+            with self.whole(target, keep=last < 0) as whole:
+                exchange_all(self.call.group, whole, room[1 - behind : len(room) - behind].flatten(0, 1))
+
     @contextmanager
     def whole(self, target: Rows, keep: bool = False) -> Iterator[torch.Tensor]:
         """Rows for the shares of all ranks, which become those of `target`, unless it is to `keep` its own."""
@@ -206,6 +269,10 @@ def gather_all(group: Group, output: torch.Tensor, input: torch.Tensor) -> None:
 def exchange_all(group: Group, output: torch.Tensor, input: torch.Tensor) -> None:
     if not _C.all_to_all_now(group, output, input):
         backend_of(group).alltoall_base(output, input, [], [], at_once(dist.AllToAllOptions))
+
+
+def as_bytes(rows: torch.Tensor) -> torch.Tensor:
+    return rows.reshape(-1).view(torch.uint8)
 
 
 def _text(text: str) -> bytes:

@@ -328,7 +328,7 @@ def test_an_error_on_one_rank_is_raised_on_all(placement: str, count: int) -> No
 def wrong_results(me: Rank) -> None:
     x = torch.zeros(8)
     for f, message in (
-        (lambda a, b: (a + b).double(), r"returned a Tensor, \(4,\) of torch.float64; .* \(4,\) of torch.float32"),
+        (lambda a, b: (a + b).double(), r"returned a Tensor, \(8,\) of torch.float64; .* \(8,\) of torch.float32"),
         (lambda a, b: (a + b).sum(), r"returned a Tensor, \(\) of torch.float32"),
         (lambda a, b: (a + b).numpy(), "returned a ndarray"),
         (lambda a, b: None, "returned a NoneType, None; it must return a Tensor"),
