@@ -17,6 +17,7 @@ from ringreduce import (
     ops as ops,
     parameter_server as parameter_server,
 )
+from ringreduce._C import Feedback as Feedback
 from ringreduce.api import (
     P2POp as P2POp,
     agree as agree,

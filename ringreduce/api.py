@@ -54,14 +54,29 @@ log = logging.getLogger(__name__)
 
 
 def all_reduce(
-    tensor: Array, op: ReduceOp = SUM, group: Group = None, async_op: bool = False, out: Array | None = None
+    tensor: Array,
+    op: ReduceOp = SUM,
+    group: Group = None,
+    async_op: bool = False,
+    out: Array | None = None,
+    wire_dtype: str | None = None,
+    feedback: _C.Feedback | None = None,
 ) -> Work:
     """Replaces `tensor` on every rank by the reduction over all ranks; with `out`, writes the result there instead.
 
     The number of elements and the dtype are the same on all ranks, and all ranks get the same bits. `out` has the
     shape, dtype and device of `tensor`. A sparse COO tensor on CPUs is summed; it may have other indices on each rank,
     but must have the same shape.
+
+    `wire_dtype` is "float32", "bfloat16", "int8" or "int4": how values go to other hosts, as docs/compression.md says;
+    the default is the group's option. With `feedback`, what this rank cuts off by that is kept there and added the next
+    time. Each tensor needs a `Feedback` of its own. With one of the two, `tensor` is float32, float16 or bfloat16, on
+    the CPU; the last two are reduced as float32.
     """
+    if wire_dtype is not None or feedback is not None:
+        options = _options(dist.AllreduceOptions, async_op, reduceOp=op)
+        given = _Many((tensor if out is None else _copied(tensor, out),))
+        return _call(group, "allreduce_packed", given, options=options, others=(wire_dtype, feedback))
     if not async_op and _C.all_reduce_now(group, tensor, op, out):
         return None
     if isinstance(op, operators.Op):
@@ -247,7 +262,7 @@ def all_to_all_single(
         return None
     splits = list(output_split_sizes or ()), list(input_split_sizes or ())
     options = _options(dist.AllToAllOptions, async_op)
-    return _call(group, "alltoall_base", output, input, options=options, splits=splits)
+    return _call(group, "alltoall_base", output, input, options=options, others=splits)
 
 
 def barrier(
@@ -449,11 +464,11 @@ class _Many(tuple[Any, ...]):
     """What a backend takes a list for, unlike a list that a user has given in place of an array."""
 
 
-def _call(group: Group, method: str, *given: Any, options: Any, splits: tuple[list[int], ...] = ()) -> Work:
-    """Makes the call of the group's backend on arrays and `_Many` of them."""
+def _call(group: Group, method: str, *given: Any, options: Any, others: tuple[Any, ...] = ()) -> Work:
+    """Makes the call of the group's backend on arrays and `_Many` of them, and on `others`."""
     guests = arrays.Guests()
     function = getattr(backend_of(group), method)
-    work = function(*(_tensors(each, guests) for each in given), *splits, options)
+    work = function(*(_tensors(each, guests) for each in given), *others, options)
     if options.asyncOp:
         return guests.work(work)
     guests.order()  # a synchronous call has ended, or is in its stream, or has raised

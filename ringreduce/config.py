@@ -80,9 +80,9 @@ class Options:
     dead_after: int = _knob(10, (1, 24 * 3600), "seconds without a sign of life after which a link breaks")
     wire_dtype: str = _knob(
         "float32",
-        ("float32", "bfloat16", "int8"),
-        "how all_reduce sends float32 to other hosts: 'float32', 'bfloat16' or 'int8' (half, a quarter of the "
-        "bytes; rounds, see docs/hosts.md)",
+        ("float32", "bfloat16", "int8", "int4"),
+        "how all_reduce sends float32 to other hosts: 'float32', 'bfloat16', 'int8' or 'int4' (half, a quarter, an "
+        "eighth of the bytes; rounds, see docs/compression.md)",
     )
     tuning: str = _knob(
         "auto",

@@ -12,7 +12,8 @@ struct CallHeader {
   std::uint64_t count, plan;
   std::uint32_t operation, dtype, reduce_op;
   std::int32_t root;
-  std::uint64_t part;  // 1: a part of the user's call, which is several of the engine's
+  std::uint32_t part;  // 1: a part of the user's call, which is several of the engine's
+  std::uint32_t packing;
 };
 
 }  // namespace ringreduce

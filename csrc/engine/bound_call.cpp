@@ -35,7 +35,7 @@ BoundCall::BoundCall(const Team& team, const Program& program, const Call& call,
       outputs_(blocks_of(buffers.output)),
       element_(size_of(call.dtype)),
       slice_bytes_(slice_bytes),
-      packing_(packs(call, program) ? options.packing : Packing::none),
+      packing_(packs(call, program) ? call.packing : Packing::none),
       in_place_(inputs_.size() == 1 && outputs_.size() == 1 && inputs_[0].data == outputs_[0].data),
       scaled_(reduces(call.operation) && call.reduce_op == ReduceOp::premul_sum),
       withdrawals_(team.withdrawals()),  // before anybody asks what is in the arena
@@ -68,9 +68,9 @@ BoundCall::BoundCall(const Team& team, const Program& program, const Call& call,
 
 bool BoundCall::serves(const Call& call, const Buffers& buffers) const {
   return call_.operation == call.operation && call_.dtype == call.dtype && call_.reduce_op == call.reduce_op &&
-         call_.root == call.root && call_.count == call.count && call_.largest == call.largest &&
-         withdrawals_ == team_->withdrawals() && (!fetched_ || team_->opens_memory()) && same(inputs_, buffers.input) &&
-         same(outputs_, buffers.output);
+         call_.root == call.root && call_.packing == call.packing && call_.count == call.count &&
+         call_.largest == call.largest && withdrawals_ == team_->withdrawals() &&
+         (!fetched_ || team_->opens_memory()) && same(inputs_, buffers.input) && same(outputs_, buffers.output);
 }
 
 std::vector<bool> BoundCall::in_arena() const {
@@ -84,11 +84,15 @@ bool BoundCall::still_shared() const { return in_arena() == in_arena_; }
 
 Bytes BoundCall::returned() const { return offers_ ? Bytes{outputs_[0].data, outputs_[0].count * element_} : Bytes{}; }
 
-// The step's chunk of a block.
-Bytes BoundCall::chunk(const Block& block, const ChannelProgram& channel, const Step& step) const {
+// The step's chunk of a block, as elements of it.
+Range BoundCall::range(const Block& block, const ChannelProgram& channel, const Step& step) const {
   const std::size_t unit = unit_of(element_);
-  const Range range = split(stripe(block.count, channel.share, unit), channel.chunks, step.chunk, unit);
-  return {block.data + range.begin * element_, range.size() * element_};
+  return split(stripe(block.count, channel.share, unit), channel.chunks, step.chunk, unit);
+}
+
+Bytes BoundCall::chunk(const Block& block, const ChannelProgram& channel, const Step& step) const {
+  const Range elements = range(block, channel, step);
+  return {block.data + elements.begin * element_, elements.size() * element_};
 }
 
 BoundStep BoundCall::bind(const Team& team, const ChannelProgram& channel, const Step& step) const {
@@ -102,6 +106,7 @@ BoundStep BoundCall::bind(const Team& team, const ChannelProgram& channel, const
     bound.output = chunk(outputs_[static_cast<std::size_t>(step.write_position)], channel, step);
   for (const int peer : step.send) (team.elsewhere(peer) ? bound.leaves : bound.stays) = true;
   bound.scaled = scaled_ && step.read == Read::input;
+  if (call_.operation == Operation::all_reduce) bound.begin = range(outputs_[0], channel, step).begin * element_;
   if (step.completes && call_.reduce_op == ReduceOp::avg) bound.divisor = team.size();
   if (step.returned && offers_)  // a peer on another host cannot write here
     bound.returned = !team.elsewhere(step.recv.empty() ? step.send[0] : step.recv[0].peer);

@@ -50,6 +50,7 @@ struct BoundStep {
   bool scaled = false;           // the local operand is multiplied by the call's factor first
   bool streamed = false;         // the output goes past the caches
   double divisor = 1;            // of the combined value
+  std::size_t begin = 0;         // of all_reduce: where the chunk begins in the tensor
 };
 
 struct BoundChannel {
@@ -93,6 +94,7 @@ class BoundCall {
 
   BoundStep bind(const Team& team, const ChannelProgram& channel, const Step& step) const;
   void lend(const Team& team, BoundStep& bound) const;
+  Range range(const Block& block, const ChannelProgram& channel, const Step& step) const;
   Bytes chunk(const Block& block, const ChannelProgram& channel, const Step& step) const;
   bool overlaps_output(const Bytes& bytes) const;
 

@@ -13,7 +13,8 @@ Operation operation_named(std::string_view wanted) {
 }
 
 std::uint64_t fingerprint(const Call& call, std::uint64_t seq, std::uint64_t plan_digest, std::uint64_t before) {
-  const std::uint64_t kinds = static_cast<std::uint64_t>(call.operation) << 48 |
+  const std::uint64_t kinds = static_cast<std::uint64_t>(call.packing) << 56 |
+                              static_cast<std::uint64_t>(call.operation) << 48 |
                               static_cast<std::uint64_t>(call.dtype) << 40 |
                               static_cast<std::uint64_t>(call.reduce_op) << 32 | static_cast<std::uint32_t>(call.root);
   return mix(mix(mix(mix(mix(seq, kinds), call.count), call.shape), plan_digest), before);
@@ -33,12 +34,14 @@ CallHeader header_of(const Call& call, std::uint64_t seq, std::uint64_t plan_dig
           .dtype = static_cast<std::uint32_t>(call.dtype),
           .reduce_op = static_cast<std::uint32_t>(call.reduce_op),
           .root = call.root,
-          .part = call.part_of ? 1u : 0u};
+          .part = call.part_of ? 1u : 0u,
+          .packing = static_cast<std::uint32_t>(call.packing)};
 }
 
 std::string describe(const CallHeader& header) {
   // The fields come from another process: they are checked before they index anything.
-  if (header.operation >= kOperationNames.size() || header.dtype >= kDTypeCount || header.reduce_op >= kReduceOpCount)
+  if (header.operation >= kOperationNames.size() || header.dtype >= kDTypeCount || header.reduce_op >= kReduceOpCount ||
+      header.packing >= kPackings)
     return "";
   const auto what = static_cast<Operation>(header.operation);
   std::string text(name(what));
@@ -48,6 +51,7 @@ std::string describe(const CallHeader& header) {
   text += "(count=" + std::to_string(header.count) + ", dtype=" + std::string(name(static_cast<DType>(header.dtype)));
   if (reduces(what)) text += ", op=" + std::string(name(static_cast<ReduceOp>(header.reduce_op)));
   if (has_root(what)) text += ", root=" + std::to_string(header.root);
+  if (header.packing != 0) text += ", wire_dtype=" + std::string(name(static_cast<Packing>(header.packing)));
   char digest[24];
   std::snprintf(digest, sizeof digest, "%08x", static_cast<unsigned>(header.plan));
   return text + ", plan=" + digest + ")";

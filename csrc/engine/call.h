@@ -13,6 +13,8 @@
 #include "core/clock.h"
 #include "core/error.h"
 #include "core/types.h"
+#include "engine/feedback.h"
+#include "kernels/packing.h"
 
 namespace ringreduce {
 
@@ -53,7 +55,10 @@ struct Call {
   std::uint64_t largest = 0;  // elements of the largest block of any rank
   std::uint64_t shape = 0;    // a hash of the counts where blocks are uneven, else 0
   double factor = 1.0;        // premul_sum only; may differ between ranks
-  Nanoseconds timeout = 0;    // for the whole call, from the moment it first waits
+  // How all_reduce sends float32 to other hosts, where the plan allows it, and this rank's rests; null to forget them.
+  Packing packing = Packing::none;
+  Feedback* feedback = nullptr;
+  Nanoseconds timeout = 0;  // for the whole call, from the moment it first waits
   // Only the texts of errors use these two. A user's call may be several of the engine's: `part_of` is that call, if it
   // has another name, and `number` its number among the user's calls (0: the engine's own number is shown).
   std::optional<Operation> part_of = std::nullopt;

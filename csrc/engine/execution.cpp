@@ -29,13 +29,14 @@ constexpr std::size_t kStreamedTile = std::size_t{128} << 10;
 }  // namespace
 
 Execution::Execution(Team& team, const BoundCall& bound, Workspace& workspace, const Call& call,
-                     std::uint64_t fingerprint)
+                     std::uint64_t fingerprint, std::byte* rests)
     : team_(team),
       bound_(bound),
       call_(call),
       work_(workspace),
       fingerprint_(fingerprint),
-      element_(size_of(call.dtype)) {
+      element_(size_of(call.dtype)),
+      rests_(rests) {
   for (std::size_t c = 0; c < bound.channels().size(); ++c) {
     work_.channels[c].oldest = 0;
     work_.channels[c].rounds.fill({});
@@ -212,7 +213,8 @@ void Execution::publish(const At& at, const BoundStep& step, const Value& value,
   work_.channels[at.channel].readers[seq & (team_.geometry().depth - 1)] = step.step->send;
   slot.stamp.store(seq + 1, std::memory_order_seq_cst);  // releases the payload
   SlotValue sent{.data = lent == nullptr ? slot.payload() : lent, .lent = lent != nullptr};
-  if (step.leaves && bound_.packing() != Packing::none) pack_for_others(sent, value.bytes);
+  if (step.leaves && bound_.packing() != Packing::none)
+    pack_for_others(sent, value.bytes, step.step->partial ? rests_of(at, step) : nullptr);
   for (const int peer : step.step->send) team_.peer(peer).slot_filled(channel, seq, sent);
   sends_away_ |= step.leaves;
   if (lent != nullptr && step.stays) lent_ += value.bytes;
@@ -227,12 +229,12 @@ void Execution::acknowledge(const At& at, const BoundStep& step) {
   }
 }
 
-void Execution::pack_for_others(SlotValue& value, std::size_t bytes) const {
+void Execution::pack_for_others(SlotValue& value, std::size_t bytes, std::byte* rests) const {
   const std::size_t count = bytes / element_;
   value.packing = bound_.packing();
   value.packed_bytes = packed_bytes(value.packing, count);
   value.packed = std::make_shared_for_overwrite<std::byte[]>(value.packed_bytes);
-  pack(value.packing, value.packed.get(), value.data, count);
+  pack(value.packing, value.packed.get(), value.data, count, rests);
 }
 
 // The operands, combined in order, go to all results, and back to whom they are returned. If `streamed`, the last
@@ -252,6 +254,7 @@ bool Execution::compute(const At& at, const BoundStep& step, Value& value, bool 
   }
   // Operands go through the scratch space on their way in, and the output on its way out.
   const bool detours = combined && (streamed || !work_.remote.empty());
+  std::byte* const rests = rests_of(at, step);
   auto* const output = static_cast<std::byte*>(results.back());
   const auto skip = [&](std::size_t bytes) {
     for (const void*& operand : operands) operand = static_cast<const std::byte*>(operand) + bytes;
@@ -259,7 +262,7 @@ bool Execution::compute(const At& at, const BoundStep& step, Value& value, bool 
   };
   if (stands.done > 0) skip(stands.done);
   if (!detours && !step.scaled) {
-    combine(step, value.bytes - stands.done, streamed);
+    combine(step, value.bytes - stands.done, streamed, rests == nullptr ? nullptr : rests + stands.done);
     return true;
   }
   const std::size_t parts = work_.remote.size() + step.scaled + streamed;
@@ -285,7 +288,7 @@ bool Execution::compute(const At& at, const BoundStep& step, Value& value, bool 
       scratch += tile;
     }
     if (streamed) results.back() = scratch;
-    combine(step, some, false);
+    combine(step, some, false, rests == nullptr ? nullptr : rests + done);
     if (streamed) kernels::stream(output + done, scratch, some);
     for (const Remote& remote : work_.remote)
       if (remote.returned)
@@ -295,14 +298,17 @@ bool Execution::compute(const At& at, const BoundStep& step, Value& value, bool 
   return true;
 }
 
-void Execution::combine(const BoundStep& step, std::size_t bytes, bool streamed) {
+void Execution::combine(const BoundStep& step, std::size_t bytes, bool streamed, std::byte* rests) {
   const std::vector<const void*>& operands = work_.operands;
   const std::vector<void*>& results = work_.results;
   if (operands.size() > 1) {
-    kernels::accumulate(call_.dtype, call_.reduce_op, results, operands, bytes / element_, step.divisor);
+    const bool rounds = step.step->completes && bound_.packing() != Packing::none;
+    const std::span<void* const> all(results), first = all.first(rounds ? 1 : all.size());
+    kernels::accumulate(call_.dtype, call_.reduce_op, first, operands, bytes / element_, step.divisor);
+    if (!rounds) return;
     // This rank keeps what other hosts will get, which is rounded.
-    if (step.step->completes && bound_.packing() != Packing::none)
-      for (void* result : results) round(bound_.packing(), static_cast<std::byte*>(result), bytes / element_);
+    round(bound_.packing(), static_cast<std::byte*>(results[0]), bytes / element_, rests);
+    kernels::copy(all.subspan(1), results[0], bytes);
     return;
   }
   // The output comes last. It may be where the value is already.

@@ -66,8 +66,10 @@ struct Workspace {
 
 class Execution {
  public:
-  // `fingerprint` is that of this call. The other arguments must outlive this object.
-  Execution(Team& team, const BoundCall& bound, Workspace& workspace, const Call& call, std::uint64_t fingerprint);
+  // `fingerprint` is that of this call. `rests`: see Feedback; null without. The other arguments must outlive this
+  // object.
+  Execution(Team& team, const BoundCall& bound, Workspace& workspace, const Call& call, std::uint64_t fingerprint,
+            std::byte* rests);
 
   // Moves whatever can move; returns whether anything did. Throws mismatch if a peer's data belongs to another call.
   bool advance();
@@ -119,8 +121,12 @@ class Execution {
 
   bool compute(const At& at, const BoundStep& step, Value& value, bool streamed);
   void copy_lent();
-  void combine(const BoundStep& step, std::size_t bytes, bool streamed);
-  void pack_for_others(SlotValue& value, std::size_t bytes) const;
+  void combine(const BoundStep& step, std::size_t bytes, bool streamed, std::byte* rests);
+  void pack_for_others(SlotValue& value, std::size_t bytes, std::byte* rests) const;
+  // The rests of what the step makes in this round.
+  std::byte* rests_of(const At& at, const BoundStep& step) const {
+    return rests_ == nullptr ? nullptr : rests_ + step.begin + at.round * bound_.slice_bytes();
+  }
 
   ChannelState::Round& round_of(const At& at) const {
     return work_.channels[at.channel].rounds[at.round % ChannelState::kWindow];
@@ -134,6 +140,7 @@ class Execution {
   Workspace& work_;
   const std::uint64_t fingerprint_;
   const std::size_t element_;  // bytes
+  std::byte* const rests_;
   std::uint64_t lent_ = 0;
   bool sends_away_ = false;
   bool done_ = false;

@@ -77,6 +77,7 @@ class ProgramReader {
     if (!in_.at_end()) malformed("it goes on after its end");
     find_rewritten();
     set_spans();
+    if (program_.operation == Operation::all_reduce) find_partial();
     list_peers();
     return std::move(program_);
   }
@@ -218,6 +219,19 @@ class ProgramReader {
           if (source.phase >= step.phase) malformed("a step is in no later phase than what it receives");
         ++i;
       }
+  }
+
+  // What a rank only passes on counts as whole: it has been rounded already if it came from another host.
+  void find_partial() {
+    for (ChannelProgram& channel : program_.channels) {
+      std::vector<bool> output(channel.chunks, false);  // whether the chunk in the output is a part
+      for (Step& step : channel.steps) {
+        const bool combines = step.recv.size() + (step.read != Read::none) > 1;
+        const bool of_parts = combines || step.read == Read::input || (step.read == Read::output && output[step.chunk]);
+        step.partial = of_parts && !step.completes;
+        if (step.write_position >= 0) output[step.chunk] = step.partial;
+      }
+    }
   }
 
   void list_peers() {

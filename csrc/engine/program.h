@@ -26,6 +26,7 @@ struct Step {
   int block = 0;
   std::uint32_t phase = 0;  // without slots: what is sent in a phase is exchanged at its end, see plan/symbolic.py
   Read read = Read::none;
+  bool partial = false;          // of all_reduce: its value is a part of a reduction that others complete
   bool completes = false;        // this step finishes the reduction: its value is complete, its operands were not
   int local_position = -1;       // of the local chunk among the operands
   int read_position = -1;        // of the block among the input tensors (or output tensors, as `read` says)

@@ -1,6 +1,7 @@
 #include "engine/shared_memory_engine.h"
 
 #include <algorithm>
+#include <atomic>
 #include <utility>
 
 #include "engine/history.h"
@@ -13,12 +14,18 @@ namespace {
 // Where the blame for a timeout is looked for: a rank that waits says so again at least this often.
 Nanoseconds sign_of_life(const Call& call) { return std::min(kSecond / 2, call.timeout / 2); }
 
+std::uint64_t next_number() {
+  static std::atomic<std::uint64_t> latest{0};
+  return ++latest;
+}
+
 }  // namespace
 
 SharedMemoryEngine::SharedMemoryEngine(std::shared_ptr<Team> team, const Options& options)
     : Engine(team->rank(), team->size(), static_cast<int>(team->geometry().channels), options,
              team->geometry().slot_bytes),
       team_(std::move(team)),
+      number_(next_number()),
       placement_(*team_) {
   const Geometry& geometry = team_->geometry();
   workspace_.channels.resize(geometry.channels);
@@ -69,11 +76,12 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
 
   Links* const links = team_->links();
   Waiting waiting(*team_, own.for_calls, options().patience);
-  Execution execution(*team_, bound, workspace_, call, id);
+  Execution execution(*team_, bound, workspace_, call, id, rests_of(call, bound));
   const auto fail = [&](const Error& error) {
     team_->fate().abort(error);  // first, so that a peer that fails because of what follows finds the reason
     team_->fate().fail(seq);
     execution.shut_out_peers();
+    if (call.feedback != nullptr) call.feedback->reset();  // it has rests of some of the call's values only
   };
   const auto advance = [&] {
     try {
@@ -130,6 +138,14 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
   }
   own.completed.store(seq, std::memory_order_release);
   return {waiting.waited(), execution.lent()};
+}
+
+// Rests belong to the places where this plan rounds in this group, and to what it makes there.
+std::byte* SharedMemoryEngine::rests_of(const Call& call, const BoundCall& bound) const {
+  if (call.feedback == nullptr || bound.packing() == Packing::none) return nullptr;
+  const std::uint64_t kinds =
+      static_cast<std::uint64_t>(call.reduce_op) << 32 | static_cast<std::uint64_t>(call.packing);
+  return call.feedback->rests(mix(mix(number_, bound.program().digest), kinds), call.count);
 }
 
 // Makes the links that a program needs and that are not there yet.

@@ -31,6 +31,7 @@ class SharedMemoryEngine final : public Engine {
 
   const BoundCall& bind(const Call& call, const Buffers& buffers);
   const BoundCall& bind_or_abort(const Call& call, const Buffers& buffers);
+  std::byte* rests_of(const Call& call, const BoundCall& bound) const;
   void reach(const Call& call, const Program& program, const std::string& what);
   void look(const Call& call, std::uint64_t seq, const Execution& execution, Nanoseconds waited) const;
   int gpu_waiting_for(int rank) const;
@@ -45,6 +46,7 @@ class SharedMemoryEngine final : public Engine {
   std::uint64_t history_ = 0;        // the fingerprint of the latest call
   std::deque<BoundCall> bound_;      // the latest kBound calls that differ, the newest first
   int choices_bound_ = 0;            // what choices_made() was when they were bound
+  const std::uint64_t number_;       // among the engines of this process
   std::set<const Program*> linked_;  // whose peers on other hosts have been reached
   Placement placement_;
 };

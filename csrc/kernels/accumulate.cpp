@@ -47,15 +47,17 @@ const Target* best_target() {
   return &baseline::target;
 }
 
-std::atomic<const Target*>& current_target() {
-  static std::atomic<const Target*> current{best_target()};
-  return current;
+std::atomic<const Target*>& chosen_target() {
+  static std::atomic<const Target*> chosen{best_target()};
+  return chosen;
 }
 
 bool is_floating(DType dtype) { return dtype <= DType::float8_e5m2; }
 bool is_complex(DType dtype) { return dtype == DType::complex64 || dtype == DType::complex128; }
 
 }  // namespace
+
+const Target& current_target() { return *chosen_target().load(std::memory_order_relaxed); }
 
 bool supports(DType dtype, ReduceOp op) {
   if (moves_only(dtype)) return false;
@@ -80,38 +82,31 @@ bool supports(DType dtype, ReduceOp op) {
 void accumulate(DType dtype, ReduceOp op, std::span<void* const> dsts, std::span<const void* const> srcs,
                 std::size_t count, double divisor) {
   const DefaultFloatEnvironment environment;
-  current_target()
-      .load(std::memory_order_relaxed)
-      ->accumulate(
-          dtype, op,
-          {dsts.data(), static_cast<int>(dsts.size()), srcs.data(), static_cast<int>(srcs.size()), count, divisor});
+  current_target().accumulate(
+      dtype, op,
+      {dsts.data(), static_cast<int>(dsts.size()), srcs.data(), static_cast<int>(srcs.size()), count, divisor});
 }
 
 void copy(std::span<void* const> dsts, const void* src, std::size_t bytes) {
   constexpr std::size_t kSmall = 4096;  // what the first memcpy leaves in the L1 cache for the next
-  if (bytes >= kSmall)
-    return current_target()
-        .load(std::memory_order_relaxed)
-        ->copy({dsts.data(), static_cast<int>(dsts.size()), &src, 1, bytes, 1});
+  if (bytes >= kSmall) return current_target().copy({dsts.data(), static_cast<int>(dsts.size()), &src, 1, bytes, 1});
   for (void* const dst : dsts)
     if (bytes > 0) std::memcpy(dst, src, bytes);
 }
 
-void stream(void* dst, const void* src, std::size_t bytes) {
-  current_target().load(std::memory_order_relaxed)->stream({&dst, 1, &src, 1, bytes, 1});
-}
+void stream(void* dst, const void* src, std::size_t bytes) { current_target().stream({&dst, 1, &src, 1, bytes, 1}); }
 
 void scale(DType dtype, void* dst, const void* src, std::size_t count, double factor) {
   const DefaultFloatEnvironment environment;
-  current_target().load(std::memory_order_relaxed)->scale(dtype, {&dst, 1, &src, 1, count, factor});
+  current_target().scale(dtype, {&dst, 1, &src, 1, count, factor});
 }
 
-std::string_view instruction_set() { return current_target().load(std::memory_order_relaxed)->name; }
+std::string_view instruction_set() { return current_target().name; }
 
 bool select_instruction_set(std::string_view name) {
   for (const Target* target : kTargets) {
     if (target->name != name || !can_run(target)) continue;
-    current_target().store(target, std::memory_order_relaxed);
+    chosen_target().store(target, std::memory_order_relaxed);
     return true;
   }
   return false;

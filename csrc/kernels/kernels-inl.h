@@ -47,7 +47,7 @@ RINGREDUCE_INLINE Vec<T> load(const char* p) {
 
 template <class V>
 RINGREDUCE_INLINE void store(char* p, V v) {
-  __builtin_memcpy(p, &v, kVector);
+  __builtin_memcpy(p, &v, sizeof(V));
 }
 
 // ---- Formats: how elements lie in memory and which lanes they become ----------------------------------------------
@@ -486,8 +486,10 @@ void scale(DType dtype, const Job& job) {
   }
 }
 
+#include "kernels/packing-inl.h"
+
 }  // namespace
 
-extern const Target target = {RINGREDUCE_TARGET_NAME, accumulate, copy, stream, scale};
+extern const Target target = {RINGREDUCE_TARGET_NAME, accumulate, copy, stream, scale, pack, unpack};
 
 }  // namespace ringreduce::kernels::RINGREDUCE_TARGET

@@ -187,6 +187,7 @@ void bind_shared_word(py::module_& m) {
 }
 
 void* address(std::uintptr_t a) { return reinterpret_cast<void*>(a); }  // NOLINT(performance-no-int-to-ptr)
+std::byte* bytes_at(std::uintptr_t a) { return static_cast<std::byte*>(address(a)); }
 
 void bind_transport(py::module_& m) {
   using Counters = Links::Counters;
@@ -246,8 +247,7 @@ void bind_settings(py::module_& m) {
       .def_property("least_fetch_bytes", nullptr, engine_option(&Engine::Options::least_fetch_bytes))
       .def_property("most_fetch_bytes", nullptr, engine_option(&Engine::Options::most_fetch_bytes))
       .def_property("stream_bytes", nullptr, engine_option(&Engine::Options::stream_bytes))
-      .def_property("wire_dtype", nullptr,
-                    [](S& s, const std::string& dtype) { s.engine.packing = packing_named(dtype); })
+      .def_property("wire_dtype", nullptr, [](S& s, const std::string& dtype) { s.packing = packing_named(dtype); })
       .def_property(
           "timeout", nullptr,
           [](S& s, double seconds) { s.timeout = std::chrono::milliseconds(nanoseconds(seconds) / kMillisecond); })
@@ -299,6 +299,10 @@ void bind_roster(py::module_& m) {
 
 void bind_group(py::module_& m) {
   const py::call_guard<py::gil_scoped_release> no_gil;
+  py::class_<Feedback, std::shared_ptr<Feedback>>(m, "Feedback")
+      .def(py::init<>())
+      .def("reset", &Feedback::reset)
+      .def_property_readonly("bytes", &Feedback::bytes);
   py::class_<Group, c10::intrusive_ptr<Group>, c10d::Backend>(m, "ProcessGroupRing")
       .def(py::init(&make_group))
       .def("add_link", &Group::add_link, no_gil, py::arg("peer"), py::arg("socket"), py::arg("path"))
@@ -333,6 +337,14 @@ void bind_group(py::module_& m) {
            py::arg("digest"), py::arg("most_bytes"), py::arg("slice_bytes") = 0)
       .def("register_plan", with_plan(&Group::register_plan), no_gil, py::arg("collective"), py::arg("lowered"),
            py::arg("digest"), py::arg("most_bytes"), py::arg("slice_bytes") = 0)
+      .def(
+          "allreduce_packed",
+          [](Group& group, std::vector<at::Tensor> tensors, const std::optional<std::string>& wire_dtype,
+             std::shared_ptr<Feedback> feedback, const c10d::AllreduceOptions& options) {
+            const auto packing = wire_dtype ? std::optional(packing_named(*wire_dtype)) : std::nullopt;
+            return group.allreduce_packed(tensors, packing, std::move(feedback), options);
+          },
+          no_gil, py::arg("tensors"), py::arg("wire_dtype"), py::arg("feedback"), py::arg("options"))
       .def_property_readonly("engine", &Group::engine)
       .def("use_nccl", &Group::use_nccl, no_gil, py::arg("index"), py::arg("communicator"))
       .def("use", &Group::use, no_gil, py::arg("engine"));
@@ -398,20 +410,31 @@ void bind_kernels(py::module_& m) {
   m.def("stream", [](std::uintptr_t dst, std::uintptr_t src, std::size_t bytes) {
     kernels::stream(address(dst), address(src), bytes);
   });
-  m.def("pack", [](const std::string& wire_dtype, std::uintptr_t src, std::size_t count) {
-    const Packing packing = packing_named(wire_dtype);
-    std::string packed(packed_bytes(packing, count), '\0');
-    pack(packing, reinterpret_cast<std::byte*>(packed.data()), static_cast<const std::byte*>(address(src)), count);
-    return py::bytes(packed);
+  m.def("packed_bytes", [](const std::string& wire_dtype, std::size_t count) {
+    return packed_bytes(packing_named(wire_dtype), count);
   });
-  m.def("unpack", [](const std::string& wire_dtype, std::uintptr_t dst, const std::string& packed, std::size_t count) {
-    const Packing packing = packing_named(wire_dtype);
-    if (packed.size() != packed_bytes(packing, count))
-      throw Error(ErrorKind::invalid_argument, "unpack: packed has " + std::to_string(packed.size()) + " bytes; " +
-                                                   std::to_string(count) + " values have " +
-                                                   std::to_string(packed_bytes(packing, count)));
-    unpack(packing, static_cast<std::byte*>(address(dst)), reinterpret_cast<const std::byte*>(packed.data()), count);
-  });
+  m.def(
+      "pack",
+      [](const std::string& wire_dtype, std::uintptr_t packed, std::uintptr_t values, std::size_t count,
+         std::uintptr_t rest) {
+        pack(packing_named(wire_dtype), bytes_at(packed), bytes_at(values), count, bytes_at(rest));
+      },
+      py::arg("wire_dtype"), py::arg("packed"), py::arg("values"), py::arg("count"), py::arg("rest") = 0,
+      py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "unpack",
+      [](const std::string& wire_dtype, std::uintptr_t values, std::uintptr_t packed, std::size_t count) {
+        unpack(packing_named(wire_dtype), bytes_at(values), bytes_at(packed), count);
+      },
+      py::arg("wire_dtype"), py::arg("values"), py::arg("packed"), py::arg("count"),
+      py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "round",
+      [](const std::string& wire_dtype, std::uintptr_t values, std::size_t count, std::uintptr_t rest) {
+        round(packing_named(wire_dtype), bytes_at(values), count, bytes_at(rest));
+      },
+      py::arg("wire_dtype"), py::arg("values"), py::arg("count"), py::arg("rest") = 0,
+      py::call_guard<py::gil_scoped_release>());
   m.def("instruction_set", [] { return std::string(kernels::instruction_set()); });
   m.def("select_instruction_set", [](const std::string& wanted) { return kernels::select_instruction_set(wanted); });
 

@@ -67,6 +67,11 @@ void check_pairs(const Collective& collective, const TensorList& outputs, const 
 
 }  // namespace
 
+Packing ProcessGroupRing::packing_of(const Call& call) const {
+  const bool packs = call.operation == Operation::all_reduce && call.dtype == DType::float32;
+  return packs ? settings_.packing : Packing::none;
+}
+
 // Where this rank's GPU serves the group, the job is one for it; otherwise one for the CPU.
 Job ProcessGroupRing::job(Collective collective, const TensorList& inputs, const TensorList& outputs) {
   collective.timeout = timeout_or_default(collective.timeout);
@@ -79,6 +84,7 @@ Job ProcessGroupRing::job(Collective collective, const TensorList& inputs, const
     }
   }
   Job job(collective, inputs, outputs, getRank(), getSize(), device);
+  job.call.packing = packing_of(job.call);
   if (SettingUp::here) job.call.part_of = Operation::gpu_setup;
   return job;
 }
@@ -217,6 +223,7 @@ bool ProcessGroupRing::call_now(const Collective& collective, const at::Tensor& 
   call.root = collective.root;
   call.dtype = dtype_of(input.scalar_type(), name(call.operation).data());
   if (collective.op != nullptr) call.reduce_op = reduce_op_of(*collective.op);
+  call.packing = packing_of(call);
   call.count = call.largest = count;
   call.timeout = nanoseconds(timeout_or_default(collective.timeout));
   Engine::check(call, getSize());
@@ -255,6 +262,29 @@ c10::intrusive_ptr<Work> ProcessGroupRing::allreduce(TensorList& tensors, const 
   const at::Tensor& tensor = only(tensors, "all_reduce");
   if (tensor.layout() == at::kSparse) return allreduce_sparse(tensors, opts);
   return call(asked(OpType::ALLREDUCE, Operation::all_reduce, opts), tensor, tensor);
+}
+
+c10::intrusive_ptr<Work> ProcessGroupRing::allreduce_packed(TensorList& tensors, std::optional<Packing> packing,
+                                                            std::shared_ptr<Feedback> feedback,
+                                                            const c10d::AllreduceOptions& opts) {
+  const at::Tensor& tensor = only(tensors, "all_reduce");
+  const at::ScalarType type = tensor.scalar_type();
+  if (!tensor.is_cpu() || (type != at::kFloat && type != at::kHalf && type != at::kBFloat16))
+    invalid("all_reduce: tensor has dtype ", type, " and is on ", tensor.device(),
+            "; with wire_dtype or feedback it must be float32, float16 or bfloat16, on the CPU");
+  check_tensor(tensor, "all_reduce");
+  check_outputs({tensor}, "all_reduce");
+  const at::NoGradGuard no_grad;
+  const at::Tensor wide = tensor.to(at::kFloat);
+  const Collective collective = asked(OpType::ALLREDUCE, Operation::all_reduce, opts);
+  std::vector<Job> only_job;
+  only_job.push_back(job(collective, {wide}, {wide}));
+  Job& job = only_job.back();
+  job.targets = {tensor};
+  if (packing) job.call.packing = *packing;
+  job.feedback = std::move(feedback);
+  job.call.feedback = job.feedback.get();
+  return submit(collective, std::move(only_job));
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::allreduce_coalesced(TensorList& given,

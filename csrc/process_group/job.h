@@ -10,6 +10,7 @@
 
 #include <chrono>
 #include <cstddef>
+#include <memory>
 #include <string_view>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -68,8 +69,9 @@ struct Job {
   TensorList inputs, outputs;  // contiguous
   TensorList targets;          // the user's outputs; those that are not outputs[i] itself are filled at the end
   Blocks input, output;
-  std::vector<std::size_t> splits;  // see Buffers::splits
-  bool agreed = true;               // whether ranks know the sizes of each other's blocks
+  std::shared_ptr<Feedback> feedback;  // the call's
+  std::vector<std::size_t> splits;     // see Buffers::splits
+  bool agreed = true;                  // whether ranks know the sizes of each other's blocks
 
  private:
   Buffers buffers() const { return {{input.data, input.count}, {output.data, output.count}, splits}; }

@@ -54,6 +54,7 @@ class ProcessGroupRing : public c10d::Backend {
 
   struct Settings {
     Engine::Options engine;
+    Packing packing = Packing::none;  // of what all_reduce of float32 sends to other hosts
     std::chrono::milliseconds timeout{0};
     std::string name;                        // as torch knows the group
     std::vector<std::int64_t> global_ranks;  // of the group's ranks
@@ -88,6 +89,10 @@ class ProcessGroupRing : public c10d::Backend {
   void survivors_go_on();
 
   WorkPtr allreduce(TensorList& tensors, const c10d::AllreduceOptions& opts) override;
+  // Of float32, float16 or bfloat16 on the CPU: what goes to other hosts is packed, by default as the group's settings
+  // say. The two narrow types are reduced as float32.
+  WorkPtr allreduce_packed(TensorList& tensors, std::optional<Packing> packing, std::shared_ptr<Feedback> feedback,
+                           const c10d::AllreduceOptions& opts);
   // Sums sparse COO tensors; other operations are refused. Each rank gets the sum over the union of all ranks' indices,
   // coalesced.
   WorkPtr allreduce_sparse(TensorList& tensors, const c10d::AllreduceOptions& opts) override;
@@ -203,6 +208,7 @@ class ProcessGroupRing : public c10d::Backend {
   ProcessGroupRing(std::shared_ptr<Engine> engine, const Settings& settings);
   c10::intrusive_ptr<c10d::Backend> regroup(const std::vector<int>& ranks, const char* why,
                                             const c10::intrusive_ptr<Options>& opts);
+  Packing packing_of(const Call& call) const;
   Job job(Collective collective, const TensorList& inputs, const TensorList& outputs);
   void join_gpus(int index, std::uint64_t communicator);
   GpuCalls* gpu_calls(at::Device device);

@@ -58,7 +58,7 @@ void CallHistory::add(const CallHeader& call) {
                           call.plan,
                           pair_of(call.operation, call.dtype),
                           pair_of(call.reduce_op, static_cast<std::uint32_t>(call.root)),
-                          call.part};
+                          pair_of(call.part, call.packing)};
   words[0].store(0, std::memory_order_relaxed);
   // Release: a reader that sees any of the new words sees the 0 when it looks at the first again.
   for (std::size_t i = 1; i < values.size(); ++i) words[i].store(values[i], std::memory_order_release);
@@ -79,7 +79,8 @@ std::optional<CallHeader> CallHistory::find(std::uint64_t seq) const {
                     .dtype = static_cast<std::uint32_t>(values[5] >> 32),
                     .reduce_op = static_cast<std::uint32_t>(values[6]),
                     .root = static_cast<std::int32_t>(values[6] >> 32),
-                    .part = values[7]};
+                    .part = static_cast<std::uint32_t>(values[7]),
+                    .packing = static_cast<std::uint32_t>(values[7] >> 32)};
 }
 
 void Region::forget(int rank, int channels) const {

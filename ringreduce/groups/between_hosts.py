@@ -139,7 +139,7 @@ def _round(seconds: float) -> float:
     return min(near, key=lambda each: abs(math.log(each / seconds)))
 
 
-PACKED = {"float32": 1.0, "bfloat16": 1 / 2, "int8": 33 / 128}
+PACKED = {"float32": 1.0, "bfloat16": 1 / 2, "int8": 33 / 128, "int4": 17 / 128}
 """By `Options.wire_dtype`: what is left of float32's bytes (csrc/kernels/packing.h)."""
 
 

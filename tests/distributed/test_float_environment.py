@@ -82,16 +82,17 @@ def test_kernels(dtype: str, op: str) -> None:
         assert found == wanted, environment
 
 
-@pytest.mark.parametrize("wire", ["bfloat16", "int8"])
+@pytest.mark.parametrize("wire", ["bfloat16", "int8", "int4"])
 def test_packing(wire: str) -> None:
     values = operand("float32", 1031, 0)
     values[:320] = torch.randn(320) * 1e-40
 
     def both() -> tuple[bytes, bytes]:
         out = torch.empty_like(values)
-        packed = _C.pack(wire, values.data_ptr(), len(values))
-        _C.unpack(wire, out.data_ptr(), packed, len(values))
-        return packed, as_bytes(out).tobytes()
+        packed = torch.empty(_C.packed_bytes(wire, len(values)), dtype=torch.uint8)
+        _C.pack(wire, packed.data_ptr(), values.data_ptr(), len(values))
+        _C.unpack(wire, out.data_ptr(), packed.data_ptr(), len(values))
+        return packed.numpy().tobytes(), as_bytes(out).tobytes()
 
     wanted = both()
     for environment in ENVIRONMENTS:

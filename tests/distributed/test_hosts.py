@@ -271,7 +271,7 @@ def wire_results(me: Rank, wire_dtype: str) -> dict[tuple[str, str, int], Any]:
     return results
 
 
-@pytest.mark.parametrize("wire_dtype", ("bfloat16", "int8"))
+@pytest.mark.parametrize("wire_dtype", ("bfloat16", "int8", "int4"))
 @pytest.mark.parametrize("hosts", (None, [0, 0, 1, 1], [0, 1, 1, 1]), ids=("tcp", "2 x 2", "uneven"))
 def test_rounded_on_the_wire(hosts: Hosts, wire_dtype: str) -> None:
     """All ranks get the same, within the error that is stated, and what should be rounded is."""
@@ -282,17 +282,18 @@ def test_rounded_on_the_wire(hosts: Hosts, wire_dtype: str) -> None:
         inputs = torch.stack([normal(rank, count) for rank in range(4)]).double()
         right = inputs.amax(0) if op == "max" else inputs.sum(0) / (4 if op == "avg" else 1)
         most = inputs.abs().sum(0)  # no partial sum is larger
-        if wire_dtype == "int8":  # what counts is the largest of those packed together, wherever their block begins
+        if wire_dtype != "bfloat16":  # what counts is the largest of those packed together, wherever their block begins
             most = torch.nn.functional.max_pool1d(most[None], 63, 1, 31)[0]
         roundings = 4  # of 3 partial sums at most, and of the result
-        bound = roundings * (2.0**-8 if wire_dtype == "bfloat16" else 1 / 127) * most
+        bound = roundings * {"bfloat16": 2.0**-8, "int8": 1 / 127, "int4": 1 / 7}[wire_dtype] * most
         error = (values.double() - right).abs()
         if algorithm == "all_reduce:one_shot":  # where all ranks complete the sum, rounding would make them differ
             bound = torch.full_like(bound, 1e-5)
-        elif algorithm:  # by default small ones take one_shot
+        elif algorithm and count >= 1000:  # by default small ones take one_shot; fewer than 32 are not packed
             assert error.max() > 1e-5, f"{key}: not rounded"
-            if wire_dtype == "bfloat16":
-                assert torch.equal(values, values.bfloat16().float()), f"{key}: not all are rounded"
+            if wire_dtype == "bfloat16":  # the ends of chunks and slices, fewer than 32 values each, are not
+                differ = int((values != values.bfloat16().float()).sum())
+                assert differ < 32 * (4 + count // 4096), f"{key}: not all are rounded"
         assert (error <= bound + 1e-6).all(), key
 
 
@@ -303,7 +304,7 @@ def bytes_sent(me: Rank, wire_dtype: str) -> int:
         return sum(link.bytes_out for link in backend_of(None).links()) - before
 
 
-@pytest.mark.parametrize(("wire_dtype", "share"), (("bfloat16", 1 / 2), ("int8", 33 / 128)))
+@pytest.mark.parametrize(("wire_dtype", "share"), (("bfloat16", 1 / 2), ("int8", 33 / 128), ("int4", 17 / 128)))
 def test_fewer_bytes_on_the_wire(wire_dtype: str, share: float) -> None:
     whole = sum(run(placed, 4, [0, 0, 1, 1], bytes_sent, "float32"))
     fewer = sum(run(placed, 4, [0, 0, 1, 1], bytes_sent, wire_dtype))

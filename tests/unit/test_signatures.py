@@ -15,13 +15,18 @@ import torch.distributed as dist
 import ringreduce
 
 DIFFERENCES = {
-    "all_reduce": {"out": "ours alone, after torch's: the result in another tensor"},
+    "all_reduce": {
+        "out": "ours alone, after torch's: the result in another tensor",
+        "wire_dtype": "ours alone, after torch's: fewer bytes between hosts",
+        "feedback": "ours alone, after torch's: what rounding cuts off is added later",
+    },
     "reduce": {"out": "ours alone, after torch's: the result in another tensor"},
 }
 """Parameters of ours that torch does not have, by function."""
 
 NOT_IN_TORCH = {
     "Agreement": "what agree() returns",
+    "Feedback": "what rounding cuts off",
     "Op": "operators of the user's own",
     "Options": "the knobs of a group",
     "Plan": "algorithms are data",
