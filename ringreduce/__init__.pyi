@@ -14,6 +14,7 @@ from ringreduce import (
     data as data,
     elastic as elastic,
     errors as errors,
+    hooks as hooks,
     ops as ops,
     parameter_server as parameter_server,
 )

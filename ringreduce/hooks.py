@@ -1,0 +1,235 @@
+"""Training over slow networks: hooks that send gradients in fewer bytes, and keep what rounding cuts off for later.
+
+    model = DistributedDataParallel(model)
+    model.register_comm_hook(None, ringreduce.hooks.compressed("int8"))      # the state: a group, or None
+
+    model = fully_shard(model)
+    ringreduce.hooks.compress_fsdp(model, "int8")
+
+docs/compression.md says when this pays, what each way costs, and how large the errors are.
+"""
+
+import math
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+
+from ringreduce import _C
+from ringreduce.api import Work, all_gather_single, all_reduce, all_to_all_single
+from ringreduce.errors import InvalidArgument
+
+WIRE_DTYPES = ("bfloat16", "int8", "int4")
+Hook = Callable[[dist.ProcessGroup | None, GradBucket], torch.futures.Future[torch.Tensor]]
+
+
+def compressed(kind: str = "int8", *, feedback: bool = True, share: float = 0.01) -> Hook:
+    """A communication hook for DistributedDataParallel that averages gradients in fewer bytes.
+
+    `kind` is "bfloat16", "int8" or "int4": all_reduce with that `wire_dtype`, which rounds what goes to other hosts. Or
+    it is "topk": each rank sends the `share` of its gradient that is largest in magnitude (at least one element of each
+    bucket) to all others, as 8 bytes an element, and the rest counts as zero. Gradients are float32, float16 or
+    bfloat16, on the CPU.
+
+    With `feedback`, what a rank has cut off is added to its next gradient. It takes as much memory as the gradients in
+    float32. It belongs to this hook and to DDP's buckets, so give each model a hook of its own; when DDP rebuilds its
+    buckets, it is dropped.
+
+    The state that register_comm_hook takes is the process group, or None for the world. Raises `InvalidArgument` for
+    another `kind` or `share`, and for gradients of other dtypes.
+    """
+    if kind not in (*WIRE_DTYPES, "topk"):
+        raise InvalidArgument(f"kind is {kind!r}; it must be one of {', '.join(map(repr, WIRE_DTYPES))} or 'topk'")
+    if not 0 < share <= 1:
+        raise InvalidArgument(f"share is {share!r}; it must be above 0 and at most 1")
+    buckets = _Buckets()
+
+    def hook(group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        gradient = bucket.buffer()
+        if kind == "topk":
+            rest = buckets.state_of(bucket, lambda: torch.zeros_like(gradient, dtype=torch.float32))
+            return _average_largest(gradient, rest if feedback else torch.zeros_like(rest), share, group)
+        rests = buckets.state_of(bucket, _C.Feedback) if feedback else None
+        work = all_reduce(gradient, dist.ReduceOp.AVG, group, async_op=True, wire_dtype=kind, feedback=rests)
+        assert work is not None
+        return work.get_future().then(lambda future: _first(future.value()))
+
+    hook.__qualname__ = f"ringreduce.hooks.compressed({kind!r})"  # what DDP logs
+    return hook
+
+
+def compress_fsdp(model: torch.nn.Module, wire_dtype: str = "int8", *, gather: bool = False) -> None:
+    """Has the modules of `model` that fully_shard() was called on reduce their gradients by `ReduceScatter(wire_dtype)`
+    and, with `gather`, gather their parameters by `AllGather(wire_dtype)`.
+
+    Raises `InvalidArgument` if there is no such module, or for another `wire_dtype`.
+    """
+    sharded = [module for module in model.modules() if hasattr(module, "set_custom_reduce_scatter")]
+    if not sharded:
+        raise InvalidArgument("model has no module that fully_shard() was called on; call that first")
+    for module in cast(list[Any], sharded):
+        module.set_custom_reduce_scatter(ReduceScatter(wire_dtype))
+        if gather:
+            module.set_custom_all_gather(AllGather(wire_dtype))
+
+
+class _Comm:
+    """What FSDP2 asks of its custom communication, and the packing of float32 rows for one rank each."""
+
+    def __init__(self, wire_dtype: str) -> None:
+        if wire_dtype not in WIRE_DTYPES:
+            raise InvalidArgument(
+                f"wire_dtype is {wire_dtype!r}; it must be one of {', '.join(map(repr, WIRE_DTYPES))}"
+            )
+        self.wire_dtype = wire_dtype
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def packed(self, rows: torch.Tensor, rests: torch.Tensor | None = None) -> torch.Tensor:
+        count = rows.shape[1]
+        packed = torch.empty(len(rows), _C.packed_bytes(self.wire_dtype, count), dtype=torch.uint8)
+        for row, to in enumerate(packed):
+            rest = 0 if rests is None else rests[row].data_ptr()
+            _C.pack(self.wire_dtype, to.data_ptr(), rows[row].data_ptr(), count, rest)
+        return packed
+
+    def unpacked(self, packed: torch.Tensor, count: int) -> torch.Tensor:
+        rows = torch.empty(len(packed), count)
+        for row, values in zip(packed, rows, strict=True):
+            _C.unpack(self.wire_dtype, values.data_ptr(), row.data_ptr(), count)
+        return rows
+
+
+class ReduceScatter(_Comm):
+    """For FSDP2's `set_custom_reduce_scatter`: each rank rounds its gradients once, and they are added in float32.
+
+    What it has cut off is added to the next gradients, so each module needs an object of its own. Gradients are
+    float32, float16 or bfloat16, on the CPU; the operation is a sum or an average.
+    """
+
+    def __init__(self, wire_dtype: str = "int8", *, feedback: bool = True) -> None:
+        super().__init__(wire_dtype)
+        self.feedback = feedback
+        self._rests: torch.Tensor | None = None
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any = dist.ReduceOp.SUM,
+        async_op: bool = False,
+    ) -> Work:
+        _check_gradient(input_tensor)
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise InvalidArgument(f"op is {op}; a compressed reduce_scatter has SUM and AVG")
+        rows = input_tensor.reshape(group.size(), -1).float()
+        if self.feedback and (self._rests is None or self._rests.shape != rows.shape):
+            self._rests = torch.zeros_like(rows)
+        sent = self.packed(rows, self._rests)
+        received = torch.empty_like(sent)
+        work = all_to_all_single(received, sent, group=group, async_op=True)
+
+        def add() -> None:
+            total = self.unpacked(received, rows.shape[1]).sum(0)
+            output_tensor.copy_(total.div_(group.size()) if op == dist.ReduceOp.AVG else total)
+
+        return _finished(work, add, async_op)
+
+
+class AllGather(_Comm):
+    """For FSDP2's `set_custom_all_gather`: each rank rounds its parameters, its own copy of them too, so that all ranks
+    compute with the same. The parameters that the optimizer updates are not rounded."""
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Work:
+        _check_gradient(input_tensor)
+        own = self.packed(input_tensor.reshape(1, -1).float())
+        everything = own.new_empty(group.size(), own.shape[1])
+        work = all_gather_single(everything, own, group=group, async_op=True)
+
+        def unpack() -> None:
+            output_tensor.copy_(self.unpacked(everything, input_tensor.numel()).reshape(output_tensor.shape))
+
+        return _finished(work, unpack, async_op)
+
+
+class _Buckets:
+    """What a hook keeps of each of DDP's buckets, until DDP puts the parameters into other ones."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[tuple[int, ...], Any]] = {}
+
+    def state_of(self, bucket: GradBucket, make: Callable[[], Any]) -> Any:
+        parameters = tuple(map(id, bucket.parameters()))
+        known, state = self._of.get(bucket.index(), (None, None))
+        if known != parameters:
+            if known is not None:
+                self._of.clear()
+            state = make()
+            self._of[bucket.index()] = parameters, state
+        return state
+
+
+def _average_largest(
+    gradient: torch.Tensor, rest: torch.Tensor, share: float, group: dist.ProcessGroup | None
+) -> torch.futures.Future[torch.Tensor]:
+    """Replaces `gradient` by the average over all ranks of its largest elements; `rest` is added first, and keeps the
+    others."""
+    _check_gradient(gradient)
+    rest += gradient
+    places = rest.abs().topk(math.ceil(share * len(rest)), sorted=False).indices
+    own = torch.stack((places.int(), rest[places].view(torch.int32)))
+    rest[places] = 0
+    rest.nan_to_num_(0, 0, 0)
+    everything = own.new_empty(dist.get_world_size(group), *own.shape)
+    work = all_gather_single(everything, own, group, async_op=True)
+    assert work is not None
+
+    def average(future: torch.futures.Future[Any]) -> torch.Tensor:
+        future.value()  # raises what has failed
+        total = torch.zeros_like(rest)
+        for where, values in everything:  # in the order of ranks, so that all get the same bits
+            total.index_add_(0, where, values.view(torch.float32))
+        gradient.copy_(total.div_(len(everything)))
+        return gradient
+
+    return work.get_future().then(average)
+
+
+def _check_gradient(tensor: torch.Tensor) -> None:
+    if tensor.device.type != "cpu" or tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise InvalidArgument(
+            f"a tensor of {tensor.dtype} on {tensor.device} cannot be compressed; it must be float32, float16 or "
+            "bfloat16, on the CPU"
+        )
+
+
+def _first(value: list[torch.Tensor]) -> torch.Tensor:
+    return value[0]
+
+
+class _Then(dist.Work):
+    """A call whose result `finish` still has to be made of; the thread that waits does that."""
+
+    def __init__(self, work: dist.Work, finish: Callable[[], None]) -> None:
+        super().__init__()
+        self._work, self._finish = work, finish
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self._work.wait(timeout)
+        self._finish()
+        return True
+
+
+def _finished(work: Work, finish: Callable[[], None], async_op: bool) -> Work:
+    both = _Then(cast(dist.Work, work), finish)
+    if async_op:
+        return both
+    both.wait()
+    return None

@@ -1,0 +1,258 @@
+"""Training with compressed gradients: DDP's hook and FSDP2's custom communication, between ranks of two hosts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from distributed.harness import Rank, run
+from frameworks.common import batch, loss_of, network, sgd, trained_alone, values
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ringreduce
+from ringreduce import hooks
+from ringreduce.errors import InvalidArgument
+from ringreduce.groups.lookup import backend_of
+
+RING = ringreduce.Options(algorithms="all_reduce:ring")
+
+
+def apart(me: Rank, function: Callable[..., Any], *args: Any) -> Any:
+    """Calls `function(me, *args)` where each rank has a host of its own."""
+    os.environ["RINGREDUCE_TRANSPORT"] = "tcp"
+    return function(me, *args)
+
+
+def digits() -> tuple[Tensor, Tensor]:
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    return torch.from_numpy(images)[order].float() / 16, torch.from_numpy(labels)[order].long()
+
+
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def with_a_loud_feature(x: Tensor) -> Tensor:
+    """Of each 32 features one is noise, ten times as large as the others: its gradients are, too."""
+    x = x.clone()
+    x[:, ::32] = 10 * torch.randn(len(x), 2, generator=torch.Generator().manual_seed(1))
+    return x
+
+
+TASKS: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor], Tensor], float]] = {
+    "digits": (two_layers, lambda x: x, 0.5),
+    "loud feature": (lambda: nn.Linear(64, 10), with_a_loud_feature, 0.05),
+}
+"""Model, inputs and learning rate."""
+TRAINED = 1400
+SEEDS = range(5)
+STEPS = 400
+
+
+def losses_after_training(me: Rank, task: str, hook: Callable[[], hooks.Hook] | None) -> list[float]:
+    """Of each seed, after training with SGD."""
+    make, change, rate = TASKS[task]
+    x, y = digits()
+    x = change(x)
+    losses = []
+    with me.join(options=RING):
+        for seed in SEEDS:
+            torch.manual_seed(seed)
+            model = DistributedDataParallel(make())
+            if hook is not None:
+                model.register_comm_hook(None, hook())
+            optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+            samples = torch.Generator().manual_seed(seed + 1000 * me.rank)
+            for _ in range(STEPS):
+                mine = torch.randint(TRAINED // 2, (32,), generator=samples) * 2 + me.rank
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x[mine]), y[mine]).backward()
+                optimizer.step()
+            with torch.no_grad():
+                losses.append(nn.functional.cross_entropy(model.module(x[TRAINED:]), y[TRAINED:]).item())
+    return losses
+
+
+class Hooked:
+    """Makes a hook; unlike a lambda, it can be sent to other processes."""
+
+    def __init__(self, kind: str, **arguments: Any) -> None:
+        self.kind, self.arguments = kind, arguments
+
+    def __call__(self) -> hooks.Hook:
+        return hooks.compressed(self.kind, **self.arguments)
+
+
+@pytest.mark.parametrize(("task", "kind"), (("digits", "topk"), ("loud feature", "int4")))
+def test_feedback_decides(task: str, kind: str) -> None:
+    """With it the mean loss lies among those that float32 has by seed; without it, above them all."""
+    whole = run(apart, 2, losses_after_training, task, None)[0]
+    fed = run(apart, 2, losses_after_training, task, Hooked(kind))[0]
+    cut = run(apart, 2, losses_after_training, task, Hooked(kind, feedback=False))[0]
+    assert min(whole) <= np.mean(fed) <= max(whole), (whole, fed)
+    assert np.mean(cut) > max(whole) + (max(whole) - min(whole)), (whole, cut)
+
+
+def trained_with_hook(me: Rank, kind: str, dtype: torch.dtype) -> np.ndarray:
+    with me.join(options=RING):
+        model = DistributedDataParallel(network().to(dtype))
+        model.register_comm_hook(None, hooks.compressed(kind, share=0.1))
+        optimizer = sgd(model)
+        for step in range(20):
+            optimizer.zero_grad()
+            loss_of(model, *(t.to(dtype) for t in batch(step, me.rank))).backward()
+            optimizer.step()
+        return values(model.parameters()).float().numpy()
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("kind", (*hooks.WIRE_DTYPES, "topk"))
+def test_all_ranks_get_the_same_model(kind: str, dtype: torch.dtype) -> None:
+    first, second, third = run(apart, 3, trained_with_hook, kind, dtype)
+    assert np.array_equal(first, second) and np.array_equal(first, third)
+    error = np.abs(first - values(trained_alone(3, 20).parameters()).numpy()).max()
+    assert 1e-6 < error < 0.5
+
+
+def bytes_of_a_step(me: Rank) -> dict[str, int]:
+    found = {}
+    with me.join():
+        for kind in ("float32", "int8", "int4", "topk"):
+            model = DistributedDataParallel(nn.Linear(1000, 500))
+            if kind != "float32":
+                model.register_comm_hook(None, hooks.compressed(kind))
+            model(torch.ones(1, 1000)).sum().backward()
+            before = sum(link.bytes_out for link in backend_of(None).links())
+            model(torch.ones(1, 1000)).sum().backward()
+            found[kind] = sum(link.bytes_out for link in backend_of(None).links()) - before
+    return found
+
+
+def test_fewer_bytes() -> None:
+    for found in run(apart, 2, bytes_of_a_step):
+        assert found["int8"] / found["float32"] < 0.27
+        assert found["int4"] / found["float32"] < 0.14
+        assert found["topk"] / found["float32"] < 0.03  # two words of 1%, to one other rank
+
+
+def buckets_that_change(me: Rank) -> None:
+    """DDP makes its buckets anew after the first step, when it has seen the order of gradients."""
+    with me.join(options=RING):
+        model = DistributedDataParallel(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), bucket_cap_mb=0.02)
+        seen: list[tuple[int, ...]] = []
+        inner = hooks.compressed("int4")
+
+        def hook(group, bucket):  # type: ignore[no-untyped-def]
+            seen.append((bucket.index(), bucket.buffer().numel()))
+            return inner(group, bucket)
+
+        model.register_comm_hook(None, hook)
+        for _ in range(3):
+            model(torch.ones(2, 64)).sum().backward()
+            assert all(p.grad.isfinite().all() for p in model.parameters())
+        gradients = values(p.grad for p in model.parameters())
+        everybody = torch.empty(2, len(gradients))
+        dist.all_gather_single(everybody, gradients)
+        assert torch.equal(everybody[0], everybody[1])
+        steps = len(seen) // 3
+        assert seen[:steps] != seen[steps : 2 * steps]  # they were rebuilt
+
+
+def test_buckets_that_ddp_rebuilds() -> None:
+    run(apart, 2, buckets_that_change)
+
+
+def fsdp(me: Rank, wire_dtype: str, gather: bool, feedback: bool) -> np.ndarray:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    with me.join():
+        mesh, model = init_device_mesh("cpu", (me.size,)), network().float()
+        for layer in model:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        hooks.compress_fsdp(model, wire_dtype, gather=gather)
+        optimizer = sgd(model)
+        for step in range(8):
+            optimizer.zero_grad()
+            loss_of(model, *(t.float() for t in batch(step, me.rank))).backward()
+            optimizer.step()
+        return values(model.parameters()).numpy()
+
+
+@pytest.mark.parametrize("gather", (False, True), ids=("gradients", "parameters too"))
+@pytest.mark.parametrize("wire_dtype", hooks.WIRE_DTYPES)
+def test_fsdp(wire_dtype: str, gather: bool) -> None:
+    first, second = run(apart, 2, fsdp, wire_dtype, gather, True)
+    assert np.array_equal(first, second)
+    error = np.abs(first - values(trained_alone(2, 8).parameters()).numpy()).max()
+    assert 1e-6 < error < (0.5 if wire_dtype == "int4" else 0.05)
+
+
+def scattered(me: Rank, feedback: bool) -> np.ndarray:
+    total = torch.zeros(1000)
+    with me.join():
+        scatter = hooks.ReduceScatter("int8", feedback=feedback)
+        for _ in range(200):
+            gradients = torch.full((2, 1000), 0.003)
+            gradients[:, ::32] = 1
+            output = torch.empty(1000)
+            scatter(output, gradients.flatten(), dist.group.WORLD, dist.ReduceOp.AVG)
+            total += output
+    return total[1:32].numpy()
+
+
+def test_small_gradients_arrive_in_fsdp_too() -> None:
+    for found in run(apart, 2, scattered, True):
+        assert np.abs(found - 0.6).max() <= 1 / 64
+    for found in run(apart, 2, scattered, False):
+        assert (found == 0).all()
+
+
+def gathered(me: Rank) -> np.ndarray:
+    with me.join():
+        own = torch.randn(1000, generator=torch.Generator().manual_seed(me.rank))
+        everything = torch.empty(2000)
+        work = hooks.AllGather("int8")(everything, own, dist.group.WORLD, async_op=True)
+        assert work is not None
+        work.wait()
+        assert not torch.equal(everything[1000 * me.rank :][:1000], own)  # its own copy is rounded as well
+        return everything.numpy()
+
+
+def test_all_ranks_gather_the_same() -> None:
+    first, second = run(apart, 2, gathered)
+    assert np.array_equal(first, second)
+
+
+def refused(me: Rank) -> None:
+    with me.join():
+        model = DistributedDataParallel(nn.Linear(4, 4).double())
+        model.register_comm_hook(None, hooks.compressed("int8"))
+        with pytest.raises(InvalidArgument, match=r"tensor has dtype (double|Double|float64)"):
+            model(torch.ones(1, 4).double()).sum().backward()
+
+
+def test_gradients_of_another_dtype() -> None:
+    run(apart, 2, refused)
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(InvalidArgument, match="kind is 'int3'; it must be one of 'bfloat16', 'int8', 'int4' or 'topk'"):
+        hooks.compressed("int3")
+    with pytest.raises(InvalidArgument, match="share is 0; it must be above 0"):
+        hooks.compressed("topk", share=0)
+    with pytest.raises(InvalidArgument, match="wire_dtype is 'float32'; it must be one of"):
+        hooks.ReduceScatter("float32")
+    with pytest.raises(InvalidArgument, match=r"no module that fully_shard\(\) was called on"):
+        hooks.compress_fsdp(nn.Linear(2, 2))
