@@ -1,13 +1,14 @@
-"""How many samples a second a Loader delivers, next to torch's DataLoader with 2 workers.
+"""How many samples a second a Loader delivers, with 2 servers, next to torch's DataLoader with 2 workers.
 
     python bench/data.py                            15 rounds of all cases
     python bench/data.py --case 0 3 --json data.json
 
 Both read the same rows of a NumPy array in the same order, and the reading process does nothing else. They take turns.
 The ratio is the samples of Loader divided by those of DataLoader in the same round, and its median over the rounds.
-`work`: CPU time that preparing a sample takes, in microseconds, as measured on this machine before. Cases with work
-have 2 servers, others 1. `readers` processes read the same samples: the Loaders share their servers, each DataLoader
-has workers of its own. `memory` is that of servers or workers, of all readers together (proportional set size).
+`work`: CPU time that preparing a sample takes, in microseconds, as measured on this machine before. `readers` processes
+read the same samples: the Loaders share their servers, each DataLoader has workers of its own. `memory` is that of
+servers or workers, of all readers together (proportional set size). `CPU`: CPU time a sample with DataLoader, divided
+by that with Loader, of all processes; it says more than `ratio` where other programs run.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def batches_of(kind: str, case: Case, name: str) -> Iterator[torch.Tensor]:
     dataset, order = Rows(case, spins_for(case.work)), Order(EXAMPLES, case.batch)
     if kind == "DataLoader":
         return iter(DataLoader(dataset, batch_sampler=Sampler(order), num_workers=2))
-    return iter(Loader(dataset, order, servers=2 if case.work else 1, name=name, seeded=False))
+    return iter(Loader(dataset, order, servers=2, name=name, seeded=False))
 
 
 def read(case: Case, name: str, pipe: Connection) -> None:
@@ -106,17 +107,21 @@ def read(case: Case, name: str, pipe: Connection) -> None:
     for each in batches.values():
         for _ in range(10):
             next(each)
+    workers: dict[str, list[psutil.Process]] = {kind: [] for kind in KINDS}
+    for child in psutil.Process().children(recursive=True):
+        workers["Loader" if child.name().startswith("data ") else "DataLoader"].append(child)
+
+    def cpu_seconds(kind: str) -> float:
+        return sum(sum(each.cpu_times()[:2]) for each in workers[kind]) + time.process_time()
+
     pipe.send(None)
     while (told := pipe.recv()) is not None:
         kind, seconds = told
-        begin, samples = time.perf_counter(), 0
+        begin, cpu, samples = time.perf_counter(), cpu_seconds(kind), 0
         while (elapsed := time.perf_counter() - begin) < seconds:
             samples += len(next(batches[kind]))
-        pipe.send(samples / elapsed)
-    memory = dict.fromkeys(KINDS, 0)
-    for child in psutil.Process().children(recursive=True):
-        memory["Loader" if child.name().startswith("data ") else "DataLoader"] += child.memory_full_info().pss
-    pipe.send(memory)
+        pipe.send((samples / elapsed, (cpu_seconds(kind) - cpu) / elapsed))
+    pipe.send({kind: sum(each.memory_full_info().pss for each in workers[kind]) for kind in KINDS})
     pipe.recv()  # servers stay until all have looked
     os._exit(0)
 
@@ -139,9 +144,13 @@ def row_of(case: Case, rounds: int, seconds: float) -> dict[str, Any]:
     for pipe in pipes:
         pipe.recv()
     rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    cores: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for number in range(rounds):
         for kind in KINDS[:: 1 if number % 2 else -1]:
-            rates[kind].append(sum(all_do((kind, seconds))))
+            found = all_do((kind, seconds))
+            rates[kind].append(sum(rate for rate, _ in found))
+            cores[kind].append(sum(busy for _, busy in found))
+    cpu = {kind: sum(cores[kind]) / sum(rates[kind]) for kind in KINDS}
     memory = all_do(None)
     for pipe in pipes:
         pipe.send(None)
@@ -150,6 +159,8 @@ def row_of(case: Case, rounds: int, seconds: float) -> dict[str, Any]:
         **asdict(case),
         **{f"{kind} samples/s": statistics.median(each) for kind, each in rates.items()},
         **{f"{kind} memory": sum(each[kind] for each in memory) for kind in KINDS},
+        **{f"{kind} CPU seconds a sample": cpu[kind] for kind in KINDS},
+        "CPU ratio": cpu["DataLoader"] / cpu["Loader"],
         "ratio": statistics.median(ratios),
         "ratios": ratios,
     }
@@ -162,7 +173,7 @@ def main() -> int:
     parser.add_argument("--case", type=int, choices=range(len(CASES)), nargs="+", help="only these (default: all)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
-    table = Table("bytes", "batch", "work", "readers", "DataLoader/s", "Loader/s", "memory", "ratio", "bar")
+    table = Table("bytes", "batch", "work", "readers", "DataLoader/s", "Loader/s", "memory", "CPU", "ratio", "bar")
     rows = []
     for case in [CASES[each] for each in arguments.case or range(len(CASES))]:
         row = row_of(case, arguments.rounds, arguments.seconds)
@@ -176,6 +187,7 @@ def main() -> int:
             f"{row['DataLoader samples/s']:,.0f}",
             f"{row['Loader samples/s']:,.0f}",
             f"{row['DataLoader memory'] / 1e6:.0f} -> {row['Loader memory'] / 1e6:.0f} MB",
+            f"{row['CPU ratio']:.2f}",
             f"{row['ratio']:.2f} ({quarter:.2f} to {three_quarters:.2f})",
             f"{case.bar:g}",
         )
