@@ -1,0 +1,60 @@
+"""examples/search.py: what its table says, also when a rank of a trial dies."""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from frameworks.launch import torchrun
+
+KEEP = ("--no-python", sys.executable, "-m", "ringreduce", "keep", sys.executable, "examples/search.py")
+
+
+def search(*arguments: str, ranks: int = 2) -> tuple[list[tuple[int, int]], str]:
+    """Trial and number of epochs of each row, best first, and all output."""
+    output = torchrun(f"--nproc-per-node={ranks}", *KEEP, *arguments)
+    rows = re.findall(r"^trial (\d+) +lr .* (\d+) epochs, loss \d", output, re.M)
+    return [(int(trial), int(epochs)) for trial, epochs in rows], output
+
+
+def test_a_killed_trial_is_named_and_the_others_finish(tmp_path: Path) -> None:
+    picture = tmp_path / "search.png"
+    rows, output = search("--trials", "5", "--epochs", "3", "--kill", "1", "--png", str(picture))
+    assert sorted(rows) == [(0, 3), (2, 3), (3, 3), (4, 3)]
+    assert re.search(r"^trial 1 +was lost: rank [01] died$", output, re.M) and "4 of 5 trials in" in output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_all_ranks_of_a_trial_end_together() -> None:
+    """The program compares the numbers of epochs of a trial's ranks. One trial loses one of its two ranks."""
+    rows, output = search(
+        "--how", "halving", "--group-size", "2", "--trials", "8", "--epochs", "4", "--kill", "0", ranks=4
+    )
+    assert sorted(trial for trial, _ in rows) == list(range(1, 8))
+    assert re.search(r"^trial 0 +was lost: .*rank [13]\b.* died", output, re.M)
+    assert {epochs for _, epochs in rows} >= {1, 4}, "none was pruned, or none was trained to the end"
+
+
+@pytest.mark.slow
+def test_halving_finds_one_of_the_best() -> None:
+    whole, _ = search("--epochs", "8")
+    halved, _ = search("--how", "halving", "--epochs", "8")
+    assert len(whole) == len(halved) == 16
+    assert halved[0][0] in [trial for trial, _ in whole[:3]]
+    assert sum(epochs for _, epochs in halved) < 0.75 * sum(epochs for _, epochs in whole)
+
+
+def test_a_population_takes_over_what_is_better() -> None:
+    rows, output = search("--how", "population", "--epochs", "4")
+    assert sorted(rows) == [(0, 4), (1, 4)]
+    momenta = re.findall(r"momentum ([\d.]+)", output)
+    assert momenta[0] == momenta[1], "they had different ones"
+
+
+@pytest.mark.skipif(not find_spec("optuna"), reason="Optuna is not installed: make ecosystem")
+def test_optuna(tmp_path: Path) -> None:
+    rows, output = search("--optuna", str(tmp_path / "journal"), "--trials", "6", "--epochs", "3")
+    assert sorted(trial for trial, _ in rows) == list(range(6)), output
