@@ -239,11 +239,12 @@ test-all:
 # Frameworks above torch, in an environment of their own. Its torch is the one that `make build` takes.
 ecosystem:
 	@$(MAKE) --no-print-directory VENV=.venv-ecosystem build .venv-ecosystem/.test-tools
-	@echo "[+] lightning-fabric, accelerate, ray, torchft"
+	@echo "[+] lightning-fabric, accelerate, ray, torchft, optuna, pyarrow, safetensors"
 	@torch=$$(.venv-ecosystem/bin/python -c 'from importlib.metadata import version; print(version("torch"))'); \
 	.venv-ecosystem/bin/python -m pip install -q 'pip>=25.1' && \
 	.venv-ecosystem/bin/python -m pip install -q --no-build-isolation -e . --group ecosystem "torch==$$torch"
-	.venv-ecosystem/bin/python -m pytest tests/frameworks/test_ecosystem.py
+	.venv-ecosystem/bin/python -m pytest tests/frameworks/test_ecosystem.py tests/frameworks/test_data_files.py \
+	  tests/frameworks/test_search.py
 
 # PyTorch's own suite for backends.
 conformance: build $(VENV)/.test-tools

@@ -67,8 +67,8 @@ AFTER = {
 }
 
 NOT_HERE = {
-    "docs/data.md: import pyarrow": "needs pyarrow",
-    "docs/data.md: import safe_open": "needs safetensors",
+    "docs/data.md: import pyarrow": "needs pyarrow: test_data_files.py",
+    "docs/data.md: import safe_open": "needs safetensors: test_data_files.py",
     "docs/elastic.md: # train.py": "test_examples.py runs it under torchrun and `ringreduce keep`",
     "docs/elastic.md: etcd://": "needs etcd: distributed/test_elastic_etcd.py",
     "docs/elastic.md: ProcessGroupRingReduce": "needs torchft: test_ecosystem.py",
