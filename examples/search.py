@@ -39,12 +39,7 @@ class Digits:
         images, labels = load_digits(return_X_y=True)
         self.x, self.y = torch.from_numpy(images).float() / 16, torch.from_numpy(labels).long()
         self.test = self.x[1440:], self.y[1440:]
-
-    def __len__(self) -> int:
-        return 1440
-
-    def __getitems__(self, numbers: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.x[numbers], self.y[numbers]
+        self.order = data.Order(1440, batch=48, seed=1)
 
 
 @dataclass
@@ -76,7 +71,6 @@ class Team:
     ranks: list[int]
     group: dist.ProcessGroup
     board: Board
-    loader: data.Loader
     digits: Digits
     args: argparse.Namespace
     rank: int = field(init=False)
@@ -101,9 +95,10 @@ class Team:
 
     def train_epoch(self, epoch: int) -> float:
         """Returns the loss on the test images."""
-        order = self.loader.order
+        order = self.digits.order
         for step in range(order.steps(epoch), order.steps(epoch + 1)):
-            x, y = self.loader.get(step, self.rank, len(self.ranks))
+            ids = torch.from_numpy(order.ids(step, self.rank, len(self.ranks)).copy())
+            x, y = self.digits.x[ids], self.digits.y[ids]
             if self.trial == self.args.kill and epoch == 1 and self.rank == len(self.ranks) - 1:
                 os.kill(os.getpid(), 9)
             self.optimizer.zero_grad()
@@ -269,8 +264,6 @@ def main() -> None:
     else:
         torch.set_num_threads(1)
         digits = Digits()
-        name = f"digits of {os.environ.get('TORCHELASTIC_RUN_ID', address)}"
-        loader = data.Loader(digits, data.Order(len(digits), 48, seed=1), name=name, seeded=False)
         dist.init_process_group("ringreduce", store=dist.PrefixStore("groups", store), rank=rank, world_size=world)
         groups = [dist.new_group(ranks) for ranks in teams]
         pairs = {
@@ -281,7 +274,7 @@ def main() -> None:
         }
         dist.barrier()
         board.store.set("began", str(time.monotonic()))
-        team = Team(rank // size, teams[rank // size], groups[rank // size], board, loader, digits, args)
+        team = Team(rank // size, teams[rank // size], groups[rank // size], board, digits, args)
         try:
             population(team, pairs, len(teams)) if args.how == "population" else search(team)
         except RingReduceError as error:
