@@ -22,7 +22,7 @@ import numpy as np
 import torch.distributed as dist
 
 from ringreduce.common.failures import InvalidArgument, SampleFailed, SystemFailure
-from ringreduce.data import keeper
+from ringreduce.data import supervisor
 from ringreduce.data.batches import Failure, Memory, read
 from ringreduce.data.messages import (
     ASKED,
@@ -106,7 +106,7 @@ class Loader:
         self._held: dict[Key, tuple[weakref.ref[Any], int, tuple[Filled, Memory]]] = {}
         self._released: deque[tuple[Key, int]] = deque()
         """Requests whose tensors have gone. Filled by the garbage collector, in any thread."""
-        self._keeper: socket.socket | None = None
+        self._supervisor: socket.socket | None = None
         self._servers: list[_Server | None] = [None] * servers
         self._join()
         self._closed = False
@@ -279,10 +279,10 @@ class Loader:
         return self._ready.pop(key)
 
     def _how_died(self, number: int) -> str:
-        """What the keeper says about it."""
+        """What the supervisor says about it."""
         how = ""
         with contextlib.suppress(OSError):
-            while self._keeper and (message := self._keeper.recv(4096)):
+            while self._supervisor and (message := self._supervisor.recv(4096)):
                 if (said := json.loads(message)).get("died") == number:
                     how = f", the last time {said['how']}"
         return how
@@ -291,8 +291,8 @@ class Loader:
         """Connects to the server that replaces number `number`, and asks it for what the old one owes."""
         if (old := self._servers[number]) is not None:
             old.connection.close()
-        connection = connect(keeper.server_name(self._servers_name, number))
-        if connection is None:  # the keeper has gone, and with it all servers
+        connection = connect(supervisor.server_name(self._servers_name, number))
+        if connection is None:  # the supervisor has gone, and with it all servers
             self._disconnect()
             self._join()
             return
@@ -314,12 +314,12 @@ class Loader:
             if server is not None:
                 server.connection.close()
         self._servers = [None] * self.servers
-        if self._keeper is not None:
-            self._keeper.close()
-            self._keeper = None
+        if self._supervisor is not None:
+            self._supervisor.close()
+            self._supervisor = None
 
     def _join(self) -> None:
-        """Connects to the keeper of this name and to its servers. Starts the keeper if there is none."""
+        """Connects to the supervisor of this name and to its servers. Starts the supervisor if there is none."""
         while True:
             _reap()
             try:
@@ -333,7 +333,7 @@ class Loader:
             except (BrokenPipeError, ConnectionError):
                 continue  # its last reader has gone
             except OSError as error:
-                raise SystemFailure(f"Loader: the keeper of {self.name!r} does not answer: {error}") from None
+                raise SystemFailure(f"Loader: the supervisor of {self.name!r} does not answer: {error}") from None
             for what, theirs in welcome["terms"].items():
                 if self._terms[what] != theirs:
                     connection.close()
@@ -341,11 +341,11 @@ class Loader:
                         f"Loader: {what} is {self._terms[what]}, and a Loader named {self.name!r} on this host has "
                         f"{theirs}; give this one another name"
                     )
-            connection.settimeout(0.5)  # longer than the keeper takes to see a server's end
-            self._keeper, self._servers_name = connection, welcome["name"]
+            connection.settimeout(0.5)  # longer than the supervisor takes to see a server's end
+            self._supervisor, self._servers_name = connection, welcome["name"]
             for number in range(self.servers):
                 self._servers[number] = None
-                found = connect(keeper.server_name(self._servers_name, number))
+                found = connect(supervisor.server_name(self._servers_name, number))
                 if found is None:
                     break
                 self._servers[number] = self._greeted(found, number)
@@ -358,8 +358,8 @@ class Loader:
             return connection
         if (listener := listen(self.name)) is None:
             return None
-        connection, pid = keeper.start(self.name, listener, self._terms, self._work)
-        _keepers.append(pid)
+        connection, pid = supervisor.start(self.name, listener, self._terms, self._work)
+        _supervisors.append(pid)
         return connection
 
 
@@ -386,24 +386,24 @@ class _Server:
 
 
 _open: weakref.WeakSet[Loader] = weakref.WeakSet()
-_keepers: list[int] = []
+_supervisors: list[int] = []
 """Processes that this one has started."""
 
 
 def _reap() -> None:
-    """Takes notice of keepers that have ended."""
-    for pid in [*_keepers]:
+    """Takes notice of supervisors that have ended."""
+    for pid in [*_supervisors]:
         try:
             over = os.waitpid(pid, os.WNOHANG)[0] == pid
         except ChildProcessError:
             over = True
         if over:
-            _keepers.remove(pid)
+            _supervisors.remove(pid)
 
 
 def _close_in_child() -> None:
     """In a forked child: its parent's servers must not take it for the parent."""
-    _keepers.clear()
+    _supervisors.clear()
     for loader in _open:
         loader._closed = True
         loader._disconnect()

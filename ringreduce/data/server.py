@@ -87,7 +87,7 @@ class Server:
         self._poll.register(listener, select.POLLIN)
 
     def run(self) -> None:
-        """Returns never: the process ends with its keeper."""
+        """Returns never: the process ends with its supervisor."""
         while True:
             for fd, _ in self._poll.poll(0 if self._wanted else None):
                 if fd == self._listener.fileno():

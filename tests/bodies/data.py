@@ -50,9 +50,9 @@ def processes_named(*names: str) -> dict[int, str]:
     return found
 
 
-def servers_of(keeper: int) -> list[int]:
-    """The pids of a keeper's servers, by their number."""
-    children = Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()
+def servers_of(supervisor: int) -> list[int]:
+    """The pids of a supervisor's servers, by their number."""
+    children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
     return sorted(map(int, children), key=lambda pid: Path(f"/proc/{pid}/comm").read_text())
 
 

@@ -2,8 +2,8 @@
 
     cd tests && python -m distributed.data_trials --trials 100
 
-Each trial draws anew which two of three founders die, where in their step, when a server or the keeper is killed, and
-when a fourth process joins.
+Each trial draws anew which two of three founders die, where in their step, when a server or the supervisor is killed,
+and when a fourth process joins.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Trial:
     """By rank: the step and the place in it."""
     server_dies: int
     """In which step."""
-    keeper_dies: int
+    supervisor_dies: int
     join: int
     """In which step the fourth process begins to come."""
 
@@ -48,16 +48,16 @@ class Trial:
 def drawn(seed: int) -> Trial:
     draw = random.Random(seed)
     deaths = {rank: (draw.randrange(STEPS - 6), draw.choice(PLACES)) for rank in draw.sample(range(FOUNDERS), 2)}
-    keeper_dies = draw.randrange(STEPS) if seed % 4 == 0 else -1
+    supervisor_dies = draw.randrange(STEPS) if seed % 4 == 0 else -1
     name = f"trial {seed} {os.getpid()} {time.monotonic_ns()}"
-    return Trial(name, deaths, draw.randrange(STEPS), keeper_dies, draw.randrange(STEPS - 6))
+    return Trial(name, deaths, draw.randrange(STEPS), supervisor_dies, draw.randrange(STEPS - 6))
 
 
 def member(me: Rank, trial: Trial) -> tuple[list[float], list[float]]:
     """Returns how often each id was committed, and its augmentation."""
     with Loader(Noise(ORDER.n), ORDER, servers=2, name=trial.name) as reader:
-        if loader._keepers:
-            me.store.set("keeper", str(loader._keepers[-1]))
+        if loader._supervisors:
+            me.store.set("supervisor", str(loader._supervisors[-1]))
         if me.rank == JOINER:
             me.store.get("come")
         world = start(me, FOUNDERS)
@@ -103,11 +103,11 @@ def member(me: Rank, trial: Trial) -> tuple[list[float], list[float]]:
 
 def kill_servers(me: Rank, trial: Trial, step: int) -> None:
     """Once each, also if ranks change."""
-    for what, when in (("server", trial.server_dies), ("keeper", trial.keeper_dies)):
+    for what, when in (("server", trial.server_dies), ("supervisor", trial.supervisor_dies)):
         if step >= when >= 0:
-            keeper = int(me.store.get("keeper"))
-            with contextlib.suppress(OSError):  # the keeper has been killed before
-                pids = [keeper] if what == "keeper" else servers_of(keeper)
+            supervisor = int(me.store.get("supervisor"))
+            with contextlib.suppress(OSError):  # the supervisor has been killed before
+                pids = [supervisor] if what == "supervisor" else servers_of(supervisor)
                 if pids and me.store.add(f"{what} killed", 1) == 1:
                     os.kill(pids[step % len(pids)], signal.SIGKILL)
 

@@ -20,7 +20,7 @@ from bodies.data import Noise, Rows, is_alive, open_files, servers_of
 from distributed.harness import Rank, Ranks, run
 from processes import ROOT
 
-from ringreduce.data import Loader, Order, keeper, loader
+from ringreduce.data import Loader, Order, loader, supervisor
 from ringreduce.errors import InvalidArgument, SampleFailed, SystemFailure
 
 
@@ -326,21 +326,21 @@ def servers_die(me: Rank) -> None:
     with Loader(noise, order, servers=2) as whole:
         expected = [whole.get(step).clone() for step in range(50)]
     with Loader(noise, order, servers=2) as loader:
-        pids = servers_of(loader_keeper())
+        pids = servers_of(loader_supervisor())
         found = []
         for step in range(50):
             if step % 10 == 5:
-                os.kill(servers_of(loader_keeper())[step // 10 % 2], signal.SIGKILL)
+                os.kill(servers_of(loader_supervisor())[step // 10 % 2], signal.SIGKILL)
             if step == 28:
-                os.kill(loader_keeper(), signal.SIGKILL)
+                os.kill(loader_supervisor(), signal.SIGKILL)
             found.append(loader.get(step).clone())
         assert not any(map(is_alive, pids))
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
     assert len({row[3].item() for batch in found for row in batch}) == 400, "augmentation repeats itself"
 
 
-def loader_keeper() -> int:
-    return loader._keepers[-1]
+def loader_supervisor() -> int:
+    return loader._supervisors[-1]
 
 
 def test_what_a_dead_server_had_prepared_is_prepared_again() -> None:
@@ -382,8 +382,8 @@ def reads_until_told(me: Rank, name: str) -> None:
     order = Order(1000, 10)
     loader_of_rank = Loader(Rows(1000), order, servers=2, name=name)
     me.meet("made")
-    if loader._keepers:
-        me.store.set("pids", " ".join(map(str, [loader_keeper(), *servers_of(loader_keeper())])))
+    if loader._supervisors:
+        me.store.set("pids", " ".join(map(str, [loader_supervisor(), *servers_of(loader_supervisor())])))
         me.store.set("starter", str(me.rank))
     for step in range(10):
         assert loader_of_rank.get(step, me.rank, 2)[:, 0].tolist() == order.ids(step, me.rank, 2).tolist()
@@ -463,9 +463,9 @@ print(loader.get(3).nbytes, os.listdir("/dev/shm"))
 def test_wrong_arguments(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         Loader(*arguments)
-    assert not keeper_processes()
+    assert not supervisor_processes()
 
 
-def keeper_processes() -> list[str]:
+def supervisor_processes() -> list[str]:
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return [each for each in children if Path(f"/proc/{each}/comm").read_text().strip() == keeper.TITLE]
+    return [each for each in children if Path(f"/proc/{each}/comm").read_text().strip() == supervisor.TITLE]

@@ -1,4 +1,4 @@
-"""A keeper: a process that starts the servers of a Loader, replaces those that die, and ends them with the last reader.
+"""A supervisor: a process that starts a Loader's servers, replaces those that die, and ends them with the last reader.
 
 It is forked from the process that makes the first Loader of a name. It does nothing but wait, so the servers that it
 forks later begin as the first ones did, without threads.
@@ -28,12 +28,12 @@ from ringreduce.data.server import Server, Work
 
 PR_SET_NAME, PR_SET_PDEATHSIG = 15, 1
 
-TITLE = "data keeper"
-"""How `ps` shows keepers; servers are called "data server 0" and so on."""
+TITLE = "data supervisor"
+"""How `ps` shows supervisors; servers are called "data server 0" and so on."""
 
 
 def start(name: str, listener: socket.socket, terms: dict[str, Any], work: Work) -> tuple[socket.socket, int]:
-    """Forks a keeper, whose readers come to `listener`. Returns a connection to it, and its process.
+    """Forks a supervisor, whose readers come to `listener`. Returns a connection to it, and its process.
 
     `terms`: what all its readers must agree on; terms["servers"] is how many servers it keeps.
     """
@@ -50,7 +50,7 @@ def start(name: str, listener: socket.socket, terms: dict[str, Any], work: Work)
         _become(TITLE, keep=(listener.fileno(), theirs.fileno()))
         torch.set_num_threads(1)
         gc.freeze()  # so that collections of garbage do not copy memory that is shared with the parent
-        _Keeper(name, listener, terms, work).run(theirs)
+        _Supervisor(name, listener, terms, work).run(theirs)
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
@@ -59,23 +59,23 @@ def start(name: str, listener: socket.socket, terms: dict[str, Any], work: Work)
 
 
 def _become(title: str, keep: Iterable[int]) -> None:
-    """Names this process and closes all its sockets but those to `keep`.
+    """Names this process and gives up all its sockets but those to `keep`.
 
     What is at the other end of a socket must notice when the process that the socket is of has ended. Files stay open,
-    since the dataset may read them.
+    since the dataset may read them. The numbers stay taken: an object of the parent may close its own once more.
     """
     ctypes.CDLL(None).prctl(PR_SET_NAME, title.encode(), 0, 0, 0)
-    kept = set(keep)
+    kept, nothing = set(keep), os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for fd in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):
             if fd not in kept and stat.S_ISSOCK(os.fstat(fd).st_mode):
-                os.close(fd)
+                os.dup2(nothing, fd, inheritable=False)
 
 
-class _Keeper:
+class _Supervisor:
     def __init__(self, name: str, listener: socket.socket, terms: dict[str, Any], work: Work) -> None:
         self._listener, self._terms, self._work = listener, terms, work
-        # The servers' own names: an earlier keeper of this name may have ended before its servers.
+        # The servers' own names: an earlier supervisor of this name may have ended before its servers.
         servers_name = f"{name} {secrets.token_hex(8)}"
         self._welcome = {"name": servers_name, "terms": terms}
         self._doors: list[socket.socket] = []
