@@ -241,9 +241,10 @@ class Loader:
                 self._reconnect(number)
 
     def _forget(self, key: Key, told: dict[int, bytes]) -> None:
-        request, number = self._asked.pop(key), self._number(key)
+        number = self._number(key)
+        del self._asked[key]
         self._ready.pop(key, None)
-        told[number] = told.get(number, b"") + ASKED.pack(DONE, request, *key)
+        told[number] = told.get(number, b"") + ASKED.pack(DONE, 0, *key)
 
     def _number(self, key: Key) -> int:
         """Which server has it."""

@@ -15,10 +15,10 @@ Key = tuple[int, int]
 
 WANT, DONE = 1, 2
 ASKED = struct.Struct("<qqqq")
-"""WANT or DONE, the request's number, and a key. A reader sends several in one message.
+"""WANT or DONE, the request's number (0 for DONE), and a key. A reader sends several in one message.
 
-Each WANT has a new number, and its DONE the same. So a batch that is asked for, let go and asked for again is not taken
-for the first one.
+Each WANT has a new number, which comes back with the batch. So if a batch is let go and asked for again while the first
+answer is under way, the reader does not take that answer for the second one.
 """
 
 FILLED = struct.Struct("<qqqqqqq")

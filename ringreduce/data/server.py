@@ -57,8 +57,8 @@ class Slot:
     number: int
     fd: int
     memory: mmap.mmap
-    readers: dict[Reader, int] = field(default_factory=dict)
-    """That read its batch, with the numbers of their requests."""
+    readers: set[Reader] = field(default_factory=set)
+    """That read its batch."""
     known_to: set[Reader] = field(default_factory=set)
     """That have its memory."""
     filled: Filled | None = None
@@ -116,33 +116,29 @@ class Server:
                 else:
                     self._wanted.setdefault((begin, end), {})[reader] = request
             else:
-                self._let_go(reader, request, (begin, end))
+                self._let_go(reader, (begin, end))
 
     def _lose(self, reader: Reader) -> None:
         """A reader has gone."""
         del self._readers[reader.connection.fileno()]
         self._poll.unregister(reader.connection)
         reader.connection.close()
-        for key, waiting in [*self._wanted.items()]:
-            self._let_go(reader, waiting.get(reader, -1), key)
-        for key, slot in [*self._slots.items()]:
-            self._let_go(reader, slot.readers.get(reader, -1), key)
+        for key in {*self._wanted, *self._slots}:
+            self._let_go(reader, key)
         for slot in [*self._slots.values(), *self._free]:
             slot.known_to.discard(reader)
         for key in [key for key in self._kept if not self._is_awaited(key)]:
             self._free_slot(key)
 
-    def _let_go(self, reader: Reader, request: int, key: Key) -> None:
-        """This reader does not need any more what it has asked for by `request`."""
+    def _let_go(self, reader: Reader, key: Key) -> None:
+        """This reader does not need this batch any more."""
         waiting = self._wanted.get(key, {})
-        if waiting.get(reader) == request:
-            del waiting[reader]
-            if not waiting:
-                del self._wanted[key]
+        if waiting.pop(reader, None) is not None and not waiting:
+            del self._wanted[key]
         slot = self._slots.get(key)
-        if slot is None or slot.readers.get(reader) != request:
+        if slot is None or reader not in slot.readers:
             return
-        del slot.readers[reader]
+        slot.readers.remove(reader)
         if slot.readers:
             return
         if not self._is_awaited(key):
@@ -231,7 +227,7 @@ class Server:
 
     def _tell(self, reader: Reader, request: int, slot: Slot) -> None:
         assert slot.filled is not None
-        slot.readers[reader] = request
+        slot.readers.add(reader)
         fds = [] if reader in slot.known_to else [slot.fd]
         slot.known_to.add(reader)
         with contextlib.suppress(OSError):  # a reader that has gone is found by `poll`

@@ -220,6 +220,22 @@ def in_one_process(me: Rank) -> None:
         assert new.max() == 1 and before.max() == 2
 
 
+def a_little_behind(me: Rank) -> None:
+    rows, order, name = Rows(2000), Order(2000, 10), f"a little behind {os.getpid()}"
+    with Loader(rows, order, name=name) as first, Loader(rows, order, name=name) as second:
+        second.get(0)
+        for step in range(12):
+            first.get(step)
+        for step in range(1, 100):
+            assert second.get(step)[:, 0].tolist() == order.ids(step).tolist()
+            first.get(step + 11)
+    assert rows.counts.max() == 1
+
+
+def test_a_reader_that_is_a_little_behind_shares() -> None:
+    run(a_little_behind, 1)
+
+
 def test_a_reader_that_was_behind_shares_again() -> None:
     run(in_one_process, 1)
 
@@ -272,20 +288,15 @@ def test_a_batch_that_is_held_is_never_overwritten() -> None:
 
 
 def asked_twice(me: Rank) -> None:
-    """A batch is asked for, let go before it is made, and asked for again."""
-    rows, order = Rows(4000, 512), Order(4000, 100)
-    with Loader(rows, order) as loader:
-        for start in range(200):
-            step = start * 7 % 40
-            loader.get(step)
-            loader.get((step + 20) % 40)  # lets go what is prepared after `step`
-            for number in (step + 1, step + 2):
-                batch = loader.get(number)
-                assert batch[:, 0].tolist() == order.ids(number).tolist()
-                loader.get((step + 20) % 40)
-                loader.get((step + 9) % 40)
-                assert batch[:, 0].tolist() == order.ids(number).tolist(), "its slot was filled again"
-                del batch
+    """Step 1 is asked for and let go, and its slot used for step 21, while the first answer is still unread."""
+    rows, order = Rows(4000), Order(4000, 10)
+    with Loader(rows, order, servers=2) as loader:
+        for start in range(0, 300, 100):
+            loader.get(start)
+            time.sleep(0.05)
+            loader.get(start + 20)  # the other server's answers stay unread
+            time.sleep(0.05)
+            assert loader.get(start + 1)[:, 0].tolist() == order.ids(start + 1).tolist()
 
 
 def test_what_was_let_go_is_not_taken_for_what_is_asked_again() -> None:
