@@ -156,24 +156,32 @@ struct AsInteger {
 
   static RINGREDUCE_INLINE void store_words(char* to, const PartWords (&words)[kWords]) {
     if constexpr (kBits == 8) {
-      __builtin_memcpy(to, words, sizeof(words));
+      for (int i = 0; i < kWords; ++i) store(to + i * kPart, words[i]);
     } else {
       const PartWords &first = words[0], &last = words[kWords - 1];
-      Quarter low = __builtin_shufflevector(first, last, 0, 1, 2, 3);
+      const Quarter low = __builtin_shufflevector(first, last, 0, 1, 2, 3);
       const Quarter high = __builtin_shufflevector(first, last, 4, 5, 6, 7);
-      low |= high << 4;
-      __builtin_memcpy(to, &low, sizeof(low));
+      store(to, low | high << 4);
     }
   }
 
   static RINGREDUCE_INLINE void load_words(const char* from, PartWords (&words)[kWords]) {
     if constexpr (kBits == 8) {
-      __builtin_memcpy(words, from, sizeof(words));
+      for (int i = 0; i < kWords; ++i) words[i] = load_vector<PartWords>(from + i * kPart);
     } else {
-      Quarter both;
-      __builtin_memcpy(&both, from, sizeof(both));
-      const Quarter apart[] = {both & 0x0f0f0f0f, both >> 4 & 0x0f0f0f0f};
-      __builtin_memcpy(words, apart, sizeof(words));
+      const auto both = load_vector<Quarter>(from);
+      join(both & 0x0f0f0f0f, both >> 4 & 0x0f0f0f0f, words);
+    }
+  }
+
+  // Not through memory, where a load must not be wider than the stores before it.
+  template <class Half>
+  static RINGREDUCE_INLINE void join(Half low, Half high, PartWords (&words)[kWords]) {
+    if constexpr (sizeof(Half) < kPart) {
+      words[0] = __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7);
+    } else {
+      words[0] = low;
+      words[kWords - 1] = high;
     }
   }
 };

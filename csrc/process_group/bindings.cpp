@@ -299,10 +299,14 @@ void bind_roster(py::module_& m) {
 
 void bind_group(py::module_& m) {
   const py::call_guard<py::gil_scoped_release> no_gil;
-  py::class_<Feedback, std::shared_ptr<Feedback>>(m, "Feedback")
+  py::class_<Feedback, std::shared_ptr<Feedback>>(
+      m, "Feedback",
+      "What all_reduce has cut off one tensor's values on this rank, to be added the next time. It holds nothing until "
+      "the first call, and starts anew when the number of elements, the operation, the group, the wire_dtype or the "
+      "plan changes, and after a call that failed.")
       .def(py::init<>())
-      .def("reset", &Feedback::reset)
-      .def_property_readonly("bytes", &Feedback::bytes);
+      .def("reset", &Feedback::reset, "Forgets what was cut off.")
+      .def_property_readonly("bytes", &Feedback::bytes, "Of memory: four for each element.");
   py::class_<Group, c10::intrusive_ptr<Group>, c10d::Backend>(m, "ProcessGroupRing")
       .def(py::init(&make_group))
       .def("add_link", &Group::add_link, no_gil, py::arg("peer"), py::arg("socket"), py::arg("path"))
