@@ -308,7 +308,7 @@ def bytes_sent(me: Rank, wire_dtype: str) -> int:
 def test_fewer_bytes_on_the_wire(wire_dtype: str, share: float) -> None:
     whole = sum(run(placed, 4, [0, 0, 1, 1], bytes_sent, "float32"))
     fewer = sum(run(placed, 4, [0, 0, 1, 1], bytes_sent, wire_dtype))
-    assert share <= fewer / whole < 1.02 * share
+    assert 0.99 * share < fewer / whole < 1.02 * share  # also frames of control, which time decides on
 
 
 def not_finite(me: Rank, wire_dtype: str) -> Any:
