@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ RATIOS = (
     ("Op(logaddexp)", "mpi4py Op(logaddexp)"),
     ("Op(add)", "mpi4py Op(add)"),
     ("Op(argmax of pairs)", "MPI.MAXLOC of pairs"),
+    ("Op.numba(argmax)", "MPI.MAXLOC of pairs"),
+    ("Op.numba(a + b)", "mpi4py Op(add)"),
+    ("Op.numba(a + b)", "built-in sum"),
     ("Op(add)", "built-in sum"),
 )
 Case = tuple[Callable[[], object], Callable[[], object], Callable[[], bool]]
@@ -109,6 +113,24 @@ def ours(size: int, ranks: int) -> Any:
             pairs_are_right,
         ),
     }
+    if find_spec("numba"):
+        kind = np.dtype([("value", "f8"), ("index", "i8")])
+        pairs = np.empty(count, kind)
+
+        def larger(a: Any, b: Any, out: Any) -> None:
+            best = b if b.value > a.value else a
+            out.value, out.index = best.value, best.index
+
+        def fill_records() -> None:
+            pairs["value"], pairs["index"] = pairs_of(rank, count)
+
+        plus, record = ringreduce.Op.numba(lambda a, b: a + b, "f4"), ringreduce.Op.numba(larger, kind)
+        cases["Op.numba(a + b)"] = ones, lambda: ringreduce.all_reduce(x, plus, group), lambda: close(x, ranks)
+        cases["Op.numba(argmax)"] = (
+            fill_records,
+            lambda: ringreduce.all_reduce(pairs, record, group),
+            lambda: bool((pairs["value"] == best.max(0)).all() and (pairs["index"] == best.argmax(0)).all()),
+        )
     return medians(cases, size, dist.barrier, slowest)
 
 
@@ -167,6 +189,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--no-mpi", action="store_true", help="ringreduce alone")
     parser.add_argument("--mpi", type=int, metavar="BYTES", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -175,7 +198,8 @@ def main() -> None:
 
     import harness
 
-    for name, size in SIZES.items():
+    for name in arguments.sizes:
+        size = SIZES[name]
         rounds: list[dict[str, float]] = []
         for _ in range(arguments.rounds):
             found = harness.start_ranks(arguments.ranks, ours, size, arguments.ranks)
@@ -184,7 +208,7 @@ def main() -> None:
         for case in rounds[0]:
             print(f"  {case:22} {statistics.median(each[case] for each in rounds):10.1f}")
         for case, other in RATIOS:
-            if other in rounds[0]:
+            if {case, other} <= rounds[0].keys():
                 print(f"  {case} / {other}: {statistics.median(each[case] / each[other] for each in rounds):.2f}")
         sys.stdout.flush()
     return None

@@ -5,23 +5,43 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from ringreduce.errors import InvalidArgument
+from ringreduce.operators import native
 
 Shape: TypeAlias = tuple[int, ...]
 
 
 class Op:
     """An associative operator for `all_reduce`, `reduce`, `reduce_scatter`, `reduce_scatter_single`, `scan` and
-    `exscan`. `Op.torch` makes one. Operands are combined in rank order, so it need not be commutative."""
+    `exscan`, made by `Op.torch`, `Op.numba` or `Op.c`. Operands are combined in rank order, so it need not be
+    commutative."""
 
     def __init__(
-        self, function: Callable[[Any, Any], Any], elements: Sequence[Shape], name: str, commutative: bool, check: bool
+        self,
+        function: Callable[[Any, Any], Any],
+        elements: Sequence[Shape],
+        name: str,
+        commutative: bool,
+        check: bool,
+        element_bytes: int | None = None,
+        dtype: np.dtype[Any] | None = None,
     ) -> None:
+        for what, flag in (("commutative", commutative), ("check", check)):
+            if not isinstance(flag, bool):
+                raise InvalidArgument(f"{what} is {flag!r:.60}; it must be True or False")
         self.name = name
         self.elements = tuple(elements)
         self.commutative = commutative
         self.check = check
         self.function = function
+        self.element_bytes = element_bytes
+        """Bytes of an element, where the operator takes no others."""
+        self.dtype = dtype
+        """The dtype of elements, where the operator takes no other."""
+        self.kept: Any = None
+        """What must live as long as the operator."""
 
     def __repr__(self) -> str:
         return f"ringreduce.Op({self.name!r})"
@@ -59,10 +79,63 @@ class Op:
             raise InvalidArgument(f"f is {f!r:.60}; it must be a function of two operands")
         if isinstance(tensors, bool) or not isinstance(tensors, int) or tensors < 1:
             raise InvalidArgument(f"tensors is {tensors!r:.60}; it must be how many tensors f combines, 1 or more")
-        for what, flag in (("commutative", commutative), ("check", check)):
-            if not isinstance(flag, bool):
-                raise InvalidArgument(f"{what} is {flag!r:.60}; it must be True or False")
         return Op(f, _shapes(element, tensors), _name_of(f, name), commutative, check)
+
+    @staticmethod
+    def numba(
+        f: Callable[..., Any],
+        element: Any,
+        commutative: bool = False,
+        name: str | None = None,
+        check: bool = False,
+    ) -> Op:
+        """An operator on single elements that Numba compiles, which must be installed.
+
+        `element` is the NumPy dtype of an element. For a dtype of numbers `f(a, b)` returns the combination of two. For
+        records `f(a, b, out)` writes it to the fields of `out`. The call's tensor must have this dtype. `commutative`,
+        `name` and `check` are those of `Op.torch`. An error that `f` raises is `OperatorFailed`, without its text.
+
+        Raises `InvalidArgument` if Numba is missing or cannot compile `f`, or for another argument.
+        """
+        if not callable(f):
+            raise InvalidArgument(f"f is {f!r:.60}; it must be a function of two elements")
+        try:
+            dtype = np.dtype(element)
+        except TypeError:
+            raise InvalidArgument(f"element is {element!r:.60}; it must be a NumPy dtype") from None
+        if element is None or dtype.hasobject or dtype.itemsize == 0 or dtype.subdtype:
+            raise InvalidArgument(f"element is {element!r:.60}; it must be a NumPy dtype of numbers or records")
+        name = _name_of(getattr(f, "py_func", f), name)
+        function = native.compiled(f, dtype)
+        combine = native.by_address(function.address, "f raised an error; it shows in Python: f.py_func, or f itself")
+        op = Op(combine, [()], name, commutative, check, dtype.itemsize, dtype)
+        op.kept = function
+        return op
+
+    @staticmethod
+    def c(
+        address: int,
+        element_bytes: int,
+        name: str,
+        element: Sequence[int] = (),
+        commutative: bool = False,
+        check: bool = False,
+    ) -> Op:
+        """An operator in C: `int f(const void* a, const void* b, void* out, size_t n)`, given by its address.
+
+        `f` combines n elements of `element_bytes` bytes each and writes them to `out`, which is `a`. It returns 0; any
+        other number is `OperatorFailed` on all ranks. It runs without the GIL and must stay loaded as long as the
+        operator is used. `name` tells other ranks which operator it is, and `element` is the shape of an element, as in
+        `Op.torch`. Elements may have any size, and be aligned to their dtype only.
+
+        Raises `InvalidArgument` for arguments that cannot be served. What `address` leads to cannot be checked.
+        """
+        if isinstance(element_bytes, bool) or not isinstance(element_bytes, int) or element_bytes < 1:
+            raise InvalidArgument(f"element_bytes is {element_bytes!r:.60}; it must be a number of bytes, 1 or more")
+        if not isinstance(name, str):
+            raise InvalidArgument(f"name is {name!r:.60}; it must be a text of 1 to 100 characters")
+        combine = native.by_address(address)
+        return Op(combine, _shapes(element, 1), _name_of(combine, name), commutative, check, element_bytes)
 
 
 def _shapes(element: Any, tensors: int) -> list[Shape]:

@@ -97,6 +97,9 @@ class Rows:
         if self.rows.data_ptr() != own:
             self.assign(self.rows)
 
+    def has_dtype(self, dtype: np.dtype[Any]) -> bool:
+        return self.records == dtype if self.records is not None else self.dtype == dtype.name
+
     @property
     def row_bytes(self) -> int:
         return self.rows.itemsize * math.prod(self.rows.shape[1:])
@@ -113,7 +116,9 @@ def _torch_has(dtype: np.dtype[Any]) -> bool:
 def _fields(operand: Any) -> list[Any]:
     """The arrays of numbers that an operand has."""
     names = getattr(operand.dtype, "names", None)
-    return [operand] if names is None else [each for name in names for each in _fields(operand[name])]
+    if names is None:
+        return [operand if isinstance(operand, torch.Tensor) else np.ascontiguousarray(operand)]
+    return [each for name in names for each in _fields(operand[name])]
 
 
 def _close(x: Any, y: Any, *operands: Any) -> bool:
@@ -138,6 +143,14 @@ def rows_of(op: Op, name: str, given: Given) -> list[Rows]:
     names = [f"{name}[{index}]" for index in range(len(tensors))] if several else [name]
     found = [Rows(*each) for each in zip(names, cast(Any, tensors), op.elements, strict=True)]
     for each, its_name in zip(found, names, strict=True):
+        if op.element_bytes not in (None, each.row_bytes) or (op.dtype is not None and not each.has_dtype(op.dtype)):
+            wanted = f"{op.element_bytes} bytes" if op.dtype is None else f"dtype {op.dtype}"
+            raise InvalidArgument(
+                f"{its_name} has elements of {each.row_bytes} bytes, of dtype {each.dtype}; operator {op.name!r} takes "
+                f"elements of {wanted}"
+            )
+        if op.element_bytes is not None and not each.rows.is_cpu:
+            raise InvalidArgument(f"{its_name} is on {each.rows.device}; operator {op.name!r} takes tensors on CPUs")
         if each.count != found[0].count:
             raise InvalidArgument(
                 f"{its_name} has {each.count} elements and {names[0]} has {found[0].count}; they must have as many"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
+import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -235,6 +238,96 @@ def named_fields(me: Rank) -> None:
 
 def test_records_of_named_fields() -> None:
     run(placed, 3, {}, named_fields)
+
+
+C_FUNCTIONS = """
+#include <stddef.h>
+#include <string.h>
+
+int product(const long long* a, const long long* b, long long* out, size_t n) {
+  for (; n > 0; --n, a += 4, b += 4, out += 4) {
+    const long long c[4] = {a[0] * b[0] + a[1] * b[2], a[0] * b[1] + a[1] * b[3],
+                            a[2] * b[0] + a[3] * b[2], a[2] * b[1] + a[3] * b[3]};
+    memcpy(out, c, sizeof c);
+  }
+  return 0;
+}
+
+int refused(const void* a, const void* b, void* out, size_t n) { return n > 0 ? 7 : 0; }
+"""
+
+
+@pytest.fixture(scope="module")
+def c_library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("operators")
+    (folder / "f.c").write_text(C_FUNCTIONS)
+    library = str(folder / "f.so")
+    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))))
+    subprocess.run([compiler, "-O2", "-shared", "-fPIC", str(folder / "f.c"), "-o", library], check=True)
+    return library
+
+
+def in_c(me: Rank, path: str) -> None:
+    library = ctypes.CDLL(path)
+
+    def address(name: str) -> int:
+        found = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+        assert found
+        return found
+
+    op = Op.c(address("product"), 32, "product of 2 x 2 integers", element=(2, 2), check=True)
+    for count in (1, 7, 20_001):
+        x, y = matrices(me.rank, count), matrices(me.rank, count)
+        ringreduce.all_reduce(x, op=op)
+        assert torch.equal(x, folded(range(me.size), count))
+        ringreduce.scan(y, op)
+        assert torch.equal(y, folded(range(me.rank + 1), count))
+    with pytest.raises(InvalidArgument, match=r"elements of 16 bytes, of dtype int32; .* takes elements of 32 bytes"):
+        ringreduce.all_reduce(x.int(), op=op)
+    for count in (3, 5000):
+        with pytest.raises(OperatorFailed, match="RuntimeError: the function returned 7"):
+            ringreduce.all_reduce(torch.zeros(count), op=Op.c(address("refused"), 4, "refused"))
+    lives_on(me)
+
+
+def test_an_operator_in_c(c_library: str) -> None:
+    run(placed, 3, {}, in_c, c_library)
+
+
+def no_seven(a: int, b: int) -> int:
+    if a == 7:
+        raise ValueError
+    return a + b
+
+
+def larger(a: Any, b: Any, out: Any) -> None:
+    best = b if b.value > a.value else a
+    out.value, out.index = best.value, best.index
+
+
+def by_numba(me: Rank) -> None:
+    pair = np.dtype([("value", "<f8"), ("index", "<i4")])
+    values = [np.random.default_rng(rank).normal(size=30_001) for rank in range(me.size)]
+    x = np.empty(30_001, pair)
+    x["value"], x["index"] = values[me.rank], me.rank
+    ringreduce.all_reduce(x, op=Op.numba(larger, pair, commutative=True, check=True))
+    assert (x["value"] == np.max(values, axis=0)).all() and (x["index"] == np.argmax(values, axis=0)).all()
+    plus = Op.numba(no_seven, np.int64)
+    total = torch.arange(20_000) * 10
+    ringreduce.all_reduce(total, op=plus)
+    assert torch.equal(total, torch.arange(20_000) * 10 * me.size)
+    with pytest.raises(OperatorFailed, match="f raised an error"):
+        ringreduce.all_reduce(torch.full((20_000,), 7 if me.rank == 0 else 0), op=plus)
+    with pytest.raises(
+        InvalidArgument, match=r"of dtype float64; operator 'no_seven:.*' takes elements of dtype int64"
+    ):
+        ringreduce.all_reduce(total.double(), op=plus)
+    lives_on(me)
+
+
+def test_operators_that_numba_compiles() -> None:
+    pytest.importorskip("numba")
+    run(placed, 3, {}, by_numba)
 
 
 def layouts(me: Rank) -> None:

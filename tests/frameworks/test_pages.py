@@ -73,6 +73,7 @@ NOT_HERE = {
     "docs/elastic.md: etcd://": "needs etcd: distributed/test_elastic_etcd.py",
     "docs/elastic.md: ProcessGroupRingReduce": "needs torchft: test_ecosystem.py",
     "docs/gpu.md: torch.cuda.set_device": "needs GPUs: tests/gpu",
+    "docs/operators.md: Op.numba": "needs Numba: distributed/test_operators.py",
     "docs/parameter_server.md: ps.attach(": "parameter_server/test_documentation.py trains with it",
     "docs/parameter_server.md: .follow(policy": "parameter_server/test_readers.py follows a model",
     "docs/parameter_server_running.md: workers=8": "needs several hosts: parameter_server/test_serve.py",

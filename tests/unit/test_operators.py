@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,54 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def test_wrong_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         Op.torch(**{"f": product, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"address": 0}, "address is 0; it must be the address of a function"),
+        ({"address": "f"}, "address is 'f'"),
+        ({"address": True}, "address is True"),
+        ({"element_bytes": 0}, "element_bytes is 0; it must be a number of bytes, 1 or more"),
+        ({"element_bytes": 2.0}, "element_bytes is 2.0"),
+        ({"name": None}, "name is None; it must be a text"),
+        ({"name": ""}, "name is ''"),
+        ({"element": 3}, "element is 3"),
+        ({"commutative": 0}, "commutative is 0"),
+        ({"check": "yes"}, "check is 'yes'"),
+    ],
+)
+def test_wrong_arguments_of_c(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        Op.c(**{"address": 1, "element_bytes": 8, "name": "f", **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"f": 3}, "f is 3; it must be a function of two elements"),
+        ({"element": "nothing"}, "element is 'nothing'; it must be a NumPy dtype"),
+        ({"element": None}, "element is None; it must be a NumPy dtype of numbers or records"),
+        ({"element": object}, "it must be a NumPy dtype of numbers or records"),
+        ({"element": ("f4", 3)}, "it must be a NumPy dtype of numbers or records"),
+        ({"name": 1}, "name is 1"),
+    ],
+)
+def test_wrong_arguments_of_numba(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        Op.numba(**{"f": product, "element": "f4", **arguments})
+
+
+def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    with pytest.raises(InvalidArgument, match=r"Op.numba needs Numba, which is not installed: pip install numba"):
+        Op.numba(product, "f4")
+
+
+def test_what_numba_cannot_compile() -> None:
+    pytest.importorskip("numba")
+    with pytest.raises(InvalidArgument, match="f cannot be compiled by Numba for elements of int64"):
+        Op.numba(lambda a, b: a.nothing, np.int64)
 
 
 def test_elements_of_each_tensor() -> None:

@@ -56,4 +56,4 @@ def test_a_build_asks_for_the_torch_that_it_is_for(
 
 def test_users_get_no_tools_of_contributors() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(extras) == {"plan", "plot", "cuda", "cupy"}
+    assert set(extras) == {"plan", "plot", "cuda", "cupy", "numba"}
