@@ -11,6 +11,9 @@ contiguous one is faster. Outputs whose elements share memory, as after `expand`
 the dtypes for which docs/support.md has the operation; all others move elements of every dtype that is not quantized.
 NumPy arrays are used in place through `torch.from_numpy`, so they must be writable.
 
+**Operators.** Where a call takes `op`, this may be a `ringreduce.Op`, for reductions of your own in rank order. The
+tensors are then what the operator takes, and there is no `async_op`. Such calls may also raise `OperatorFailed`.
+
 **Errors.** Every call raises `InvalidArgument` for arguments that cannot be served, before data moves;
 `CollectiveMismatch` if the ranks make different calls; `PeerLost` if a process of the group has died or left;
 `CollectiveTimeout` if the group's timeout passes; and `Aborted` if a rank has aborted the group. A `Work` raises them
@@ -41,7 +44,7 @@ from ringreduce.errors import InvalidArgument
 from ringreduce.gpu import arrays, nccl
 from ringreduce.groups.lookup import backend_of, registered
 from ringreduce.groups.survivors import Agreement, survivors_of
-from ringreduce.groups.tensors import from_numpy, share_memory
+from ringreduce.groups.tensors import copy_values, from_numpy
 
 Array: TypeAlias = torch.Tensor | np.ndarray[Any, Any]
 ReduceOp: TypeAlias = dist.ReduceOp | dist.ReduceOp.RedOpType | operators.Op
@@ -94,6 +97,8 @@ def all_reduce_coalesced(
     A tensor that is in the list twice is reduced once. Raises `InvalidArgument` if two different tensors share part of
     their memory, and `CollectiveMismatch` if the lists differ between ranks.
     """
+    if isinstance(op, operators.Op):
+        return operators.all_reduce_coalesced(op, tensors, group, async_op)
     options = _options(dist.AllreduceCoalescedOptions, async_op, reduceOp=op)
     return _call(group, "allreduce_coalesced", _Many(tensors), options=options)
 
@@ -454,7 +459,8 @@ def _options(kind: Callable[[], Any], async_op: bool, **values: Any) -> Any:
         try:
             setattr(options, name, value)
         except TypeError:
-            names = {"reduceOp": ("op", "a torch.distributed.ReduceOp"), "asyncOp": ("async_op", "True or False")}
+            operation = "a torch.distributed.ReduceOp, or a ringreduce.Op, such as Op.torch(f)"
+            names = {"reduceOp": ("op", operation), "asyncOp": ("async_op", "True or False")}
             ours, wanted = names.get(name, (name, "a whole number"))
             raise InvalidArgument(f"{ours} is {value!r:.60}; it must be {wanted}") from None
     return options
@@ -484,15 +490,7 @@ def _message(group: Group, method: str, tensor: Array, *peer_and_tag: int) -> di
 def _copied(tensor: Array, out: Array) -> Array:
     """`out`, with the values of `tensor`."""
     guests = arrays.Guests()
-    source, target = _tensor(tensor, guests), _tensor(out, guests)
-    if target.shape != source.shape or target.dtype != source.dtype or target.device != source.device:
-        raise InvalidArgument(
-            f"out is {tuple(target.shape)} of {target.dtype} on {target.device}; it must be as tensor, "
-            f"{tuple(source.shape)} of {source.dtype} on {source.device}"
-        )
-    # torch copies between tensors that overlap in part with an error, or wrongly.
-    apart = source is target or not share_memory(source, target)
-    target.detach().copy_(source if apart else source.clone())
+    copy_values(_tensor(tensor, guests), _tensor(out, guests))
     guests.order()
     return out
 

@@ -111,7 +111,19 @@ def from_numpy(array: np.ndarray[Any, Any], name: str = "tensor") -> torch.Tenso
         raise InvalidArgument(f"{name} is a NumPy array that torch cannot use: {error}; pass a copy") from None
 
 
-def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+def copy_values(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Gives `target`, the argument out of a call, the values of `source`, its argument tensor."""
+    if target.shape != source.shape or target.dtype != source.dtype or target.device != source.device:
+        raise InvalidArgument(
+            f"out is {tuple(target.shape)} of {target.dtype} on {target.device}; it must be as tensor, "
+            f"{tuple(source.shape)} of {source.dtype} on {source.device}"
+        )
+    # torch copies between tensors that overlap in part with an error, or wrongly.
+    apart = source is target or not _share_memory(source, target)
+    target.detach().copy_(source if apart else source.clone())
+
+
+def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether memory of the one may be memory of the other."""
     if a.layout != torch.strided or b.layout != torch.strided:
         return False

@@ -38,6 +38,12 @@ def all_reduce(op: Op, tensor: Given, group: Group, async_op: bool, out: Given |
     return None
 
 
+def all_reduce_coalesced(op: Op, tensors: Sequence[Given], group: Group, async_op: bool) -> Work:
+    for tensor in tensors:
+        all_reduce(op, tensor, group, async_op, None)
+    return None
+
+
 def reduce(op: Op, tensor: Given, root: int, group: Group, async_op: bool, out: Given | None) -> Work:
     call = Call(f"reduce to rank {root}", op, group, async_op, rows_of(op, "tensor", tensor), out)
     for block in call.blocks():

@@ -345,6 +345,9 @@ def layouts(me: Rank) -> None:
     array = np.arange(6, dtype=np.float32)[::2]
     ringreduce.all_reduce(array, op=Op.torch(torch.add))
     assert array.tolist() == [0, 2 * me.size, 4 * me.size]
+    several = [torch.ones(3), torch.ones(2, 2, dtype=torch.int64)]
+    ringreduce.all_reduce_coalesced(several, op=Op.torch(torch.add))
+    assert all(each.eq(me.size).all() for each in several)
     weight = torch.ones(3, requires_grad=True)
     ringreduce.all_reduce(weight, op=Op.torch(torch.add))
     assert weight.requires_grad and weight.tolist() == [me.size] * 3
@@ -565,7 +568,10 @@ def wrong_arguments(me: Rank) -> None:
         (lambda: ringreduce.reduce_scatter_single(x, x.repeat(2).int(), plus), "they must be alike"),
         (lambda: ringreduce.reduce(x, 7, plus), "dst is 7"),
         (lambda: ringreduce.scan(x, plus, group=3), "group is 3"),  # type: ignore[arg-type]
-        (lambda: ringreduce.all_reduce_coalesced([x], op=plus), r"op is ringreduce.Op\('add'\); it must be"),
+        (
+            lambda: ringreduce.all_reduce(x, op=torch.add),
+            r"op is .*; it must be .*, or a ringreduce.Op, such as Op.torch",
+        ),  # type: ignore[arg-type]
         # NumPy arrays that no built-in operation takes
         (
             lambda: ringreduce.all_reduce(np.zeros(3, WELFORD)),
