@@ -57,7 +57,7 @@ class Op:
     ) -> Op:
         """An operator that torch computes for many elements at once: `f(a, b)` returns `a[i] op b[i]` for all i.
 
-        `a` and `b` are tensors of shape (n, *element), of the dtype of the call's tensor, and so is the result; n may
+        `a` and `b` are tensors of shape `(n, *element)`, of the dtype of the call's tensor, and so is the result; n may
         differ between calls of `f`. `element` is the shape of an element, which ends the shape of the call's tensor: ()
         for numbers, (2, 2) for matrices that `torch.matmul` multiplies. NumPy arrays of a dtype that torch does not
         have, such as records, reach `f` as NumPy arrays.
