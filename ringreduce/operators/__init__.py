@@ -108,8 +108,8 @@ def scan(tensor: Given, op: Any = dist.ReduceOp.SUM, group: Group = None, out: G
     writes the result there instead.
 
     `op` is an `Op`, or SUM, PRODUCT, MIN, MAX, BAND, BOR or BXOR of `torch.distributed.ReduceOp`. The number of
-    elements and the dtype are the same on all ranks. `out` has the shape, dtype and device of `tensor`. MPI has the
-    same call as MPI_Scan.
+    elements and the dtype are the same on all ranks, and in `out`. Tensors are on CPUs. MPI has the same call as
+    MPI_Scan. Raises the errors of the direct calls, and `OperatorFailed`.
     """
     _scan("scan", tensor, op, group, out)
 

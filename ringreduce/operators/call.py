@@ -63,7 +63,7 @@ class Call:
     def blocks(self) -> Iterator[Block]:
         """The call's elements, cut in blocks. Those of a small call have come with what the ranks compared."""
         row_bytes = max(1, sum(source.row_bytes for source in self.sources))
-        if self.count * row_bytes <= FRAME_BYTES - DIGEST_BYTES and self.sources[0].rows.is_cpu:
+        if self.count * row_bytes <= FRAME_BYTES - DIGEST_BYTES:
             block = Block(self, 0, self.count, self.count, everywhere=True)
             block.take(self.agree([source.rows for source in self.sources]))
             yield block
@@ -77,15 +77,13 @@ class Call:
         """Raises CollectiveMismatch if the ranks do not make the same call. Returns all ranks' `rows` as bytes."""
         digest = hashlib.blake2b(self.what.encode(), digest_size=DIGEST_BYTES).digest()
         parts = [torch.frombuffer(bytearray(digest), dtype=torch.uint8), *(as_bytes(each) for each in rows)]
-        frame, frames = (
-            torch.zeros(FRAME_BYTES, dtype=torch.uint8),
-            torch.empty((self.size, FRAME_BYTES), dtype=torch.uint8),
-        )
+        frame = torch.zeros(FRAME_BYTES, dtype=torch.uint8)
+        frames = torch.empty((self.size, FRAME_BYTES), dtype=torch.uint8)
         torch.cat(parts, out=frame[: sum(map(len, parts))])
         gather_all(self.group, frames, frame)
-        if not frames[:, :DIGEST_BYTES].eq(parts[0]).all():
-            calls = self.told(_text(self.what))
-            other = next(rank for rank, call in enumerate(calls) if call != calls[0])
+        differ = frames[:, :DIGEST_BYTES].ne(frames[0, :DIGEST_BYTES]).any(1)
+        if differ.any():
+            calls, other = self.told(_text(self.what)), int(differ.int().argmax())
             raise CollectiveMismatch(
                 f"rank 0 called {_plain(calls[0])}, and rank {other} {_plain(calls[other])}; nothing was combined, and "
                 "the group can be used again",

@@ -43,6 +43,8 @@ class Rows:
         tensor = array if isinstance(array, torch.Tensor) else from_numpy(array, name)
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
             raise InvalidArgument(f"{name} is of layout {tensor.layout} and dtype {tensor.dtype}; it must be dense")
+        if not tensor.is_cpu:
+            raise InvalidArgument(f"{name} is on {tensor.device}; operators combine on CPUs: pass {name}.cpu()")
         if torch._debug_has_internal_overlap(tensor) == 1:
             raise InvalidArgument(f"elements of {name} share memory, as after expand; pass a copy: {name}.contiguous()")
         self.tensor = tensor.detach()
@@ -149,16 +151,9 @@ def rows_of(op: Op, name: str, given: Given) -> list[Rows]:
                 f"{its_name} has elements of {each.row_bytes} bytes, of dtype {each.dtype}; operator {op.name!r} takes "
                 f"elements of {wanted}"
             )
-        if op.element_bytes is not None and not each.rows.is_cpu:
-            raise InvalidArgument(f"{its_name} is on {each.rows.device}; operator {op.name!r} takes tensors on CPUs")
         if each.count != found[0].count:
             raise InvalidArgument(
                 f"{its_name} has {each.count} elements and {names[0]} has {found[0].count}; they must have as many"
-            )
-        if each.rows.device != found[0].rows.device:
-            raise InvalidArgument(
-                f"{its_name} is on {each.rows.device} and {names[0]} on {found[0].rows.device}; they must be on one "
-                "device"
             )
     return found
 
@@ -169,6 +164,6 @@ def shown(given: Any) -> str:
 
 def check_alike(left: list[Rows], right: list[Rows], name: str, other: str, counted: bool = True) -> None:
     for a, b in zip(left, right, strict=True):
-        if a.dtype != b.dtype or a.rows.device != b.rows.device or (counted and a.count != b.count):
-            ours, theirs = (f"{each.count} elements of {each.dtype} on {each.rows.device}" for each in (a, b))
+        if a.dtype != b.dtype or (counted and a.count != b.count):
+            ours, theirs = (f"{each.count} elements of {each.dtype}" for each in (a, b))
             raise InvalidArgument(f"{name} has {ours}, and {other} has {theirs}; they must be alike")

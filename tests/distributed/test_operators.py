@@ -488,6 +488,12 @@ def different_calls(me: Rank) -> None:
             lambda: ringreduce.all_reduce(torch.ones(4, 2), op=Op.torch(torch.add, element=(2,) if last else ())),
             r"on 8 elements of float32, .* on 4 elements of float32\[2\]",
         ),
+        (
+            lambda: ringreduce.reduce_scatter(
+                x[:0], [x[:0]] * 3, Op.torch(torch.add, name="x" * 100 if last else None)
+            ),
+            "'add' on float32.* 'xxx",
+        ),
     ]
     for call, message in calls:
         with pytest.raises(CollectiveMismatch, match=message) as raised:
@@ -553,11 +559,15 @@ def wrong_arguments(me: Rank) -> None:
         ),
         (
             lambda: ringreduce.all_reduce(x, op=plus, out=x.double()),
-            "out has 4 elements of float64 .* they must be alike",
+            "out has 4 elements of float64, .* must be alike",
         ),
         (lambda: ringreduce.all_reduce(x, op=plus, out=x[:2]), "out has 2 elements"),
         (lambda: ringreduce.all_reduce(torch.ones(1).expand(4), op=plus), "elements of tensor share memory"),
         (lambda: ringreduce.all_reduce(x.to_sparse(), op=plus), "tensor is of layout torch.sparse_coo"),
+        (
+            lambda: ringreduce.scan(x.to("meta"), plus),
+            r"tensor is on meta; operators combine on CPUs: pass tensor.cpu\(\)",
+        ),
         (lambda: ringreduce.scan([], plus), "tensor is a list of 0"),
         (lambda: ringreduce.scan(read_only, plus), r"tensor, a NumPy array, is read-only; .*tensor.copy\(\)"),
         (lambda: ringreduce.scan(np.array([None]), plus), "tensor is a NumPy array of dtype object, whose elements"),
