@@ -26,16 +26,14 @@ RINGREDUCE_INLINE V load_vector(const char* p) {
   return v;
 }
 
-// Vector by vector, and unrolled: a copy of all at once would go through the stack.
+// Vector by vector: a copy of all at once would go through the stack.
 RINGREDUCE_INLINE Values load_values(const char* p) {
   Values values;
-#pragma GCC unroll 8
   for (int j = 0; j < kParts; ++j) values.v[j] = load_vector<Part>(p + j * kPart);
   return values;
 }
 
 RINGREDUCE_INLINE void store_values(char* p, const Values& values) {
-#pragma GCC unroll 8
   for (int j = 0; j < kParts; ++j) store(p + j * kPart, values.v[j]);
 }
 
