@@ -77,6 +77,7 @@ def all_reduce(
     the CPU; the last two are reduced as float32.
     """
     if wire_dtype is not None or feedback is not None:
+        _check_wire(op, wire_dtype, feedback)
         options = _options(dist.AllreduceOptions, async_op, reduceOp=op)
         given = _Many((tensor if out is None else _copied(tensor, out),))
         return _call(group, "allreduce_packed", given, options=options, others=(wire_dtype, feedback))
@@ -479,6 +480,15 @@ def _call(group: Group, method: str, *given: Any, options: Any, others: tuple[An
         return guests.work(work)
     guests.order()  # a synchronous call has ended, or is in its stream, or has raised
     return None
+
+
+def _check_wire(op: Any, wire_dtype: Any, feedback: Any) -> None:
+    if isinstance(op, operators.Op):
+        raise InvalidArgument(f"op is {op!r}; with wire_dtype or feedback it must be a torch.distributed.ReduceOp")
+    if not isinstance(wire_dtype, str | None):
+        raise InvalidArgument(f"wire_dtype is {wire_dtype!r:.60}; it must be a name, such as 'int8'")
+    if not isinstance(feedback, _C.Feedback | None):
+        raise InvalidArgument(f"feedback is {feedback!r:.60}; it must be a ringreduce.Feedback(), kept between calls")
 
 
 def _message(group: Group, method: str, tensor: Array, *peer_and_tag: int) -> dist.Work:

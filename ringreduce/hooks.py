@@ -91,14 +91,14 @@ class _Comm:
 
     def packed(self, rows: torch.Tensor, rests: torch.Tensor | None = None) -> torch.Tensor:
         count = rows.shape[1]
-        packed = torch.empty(len(rows), _C.packed_bytes(self.wire_dtype, count), dtype=torch.uint8)
+        packed = torch.empty(len(rows), _C.packed_bytes(self.wire_dtype, count), dtype=torch.uint8, device="cpu")
         for row, to in enumerate(packed):
             rest = 0 if rests is None else rests[row].data_ptr()
             _C.pack(self.wire_dtype, to.data_ptr(), rows[row].data_ptr(), count, rest)
         return packed
 
     def unpacked(self, packed: torch.Tensor, count: int) -> torch.Tensor:
-        rows = torch.empty(len(packed), count)
+        rows = torch.empty(len(packed), count, dtype=torch.float32, device="cpu")
         for row, values in zip(packed, rows, strict=True):
             _C.unpack(self.wire_dtype, values.data_ptr(), row.data_ptr(), count)
         return rows

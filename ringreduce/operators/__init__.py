@@ -129,7 +129,10 @@ def _scan(what: str, tensor: Given, given: Any, group: Group, out: Given | None)
     if op is None:
         names = ", ".join(ours.name for _, ours in _BUILT_IN)
         raise InvalidArgument(f"op is {given!r:.60}; {what} takes a ringreduce.Op, or {names} of ReduceOp")
-    call = Call(what, op, group, False, rows_of(op, "tensor", tensor), out)
+    rows = rows_of(op, "tensor", tensor)
+    if not isinstance(given, Op) and op.name in ("BAND", "BOR", "BXOR") and rows[0].rows.is_floating_point():
+        raise InvalidArgument(f"tensor has dtype {rows[0].dtype}; {op.name} is of integers and bool")
+    call = Call(what, op, group, False, rows, out)
     for block in call.blocks():
         block.exchange(before=1)
         block.combine(prefixes=True)

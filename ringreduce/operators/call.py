@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
@@ -76,9 +77,9 @@ class Call:
     def agree(self, rows: Sequence[torch.Tensor] = ()) -> torch.Tensor:
         """Raises CollectiveMismatch if the ranks do not make the same call. Returns all ranks' `rows` as bytes."""
         digest = hashlib.blake2b(self.what.encode(), digest_size=DIGEST_BYTES).digest()
-        parts = [torch.frombuffer(bytearray(digest), dtype=torch.uint8), *(as_bytes(each) for each in rows)]
-        frame = torch.zeros(FRAME_BYTES, dtype=torch.uint8)
-        frames = torch.empty((self.size, FRAME_BYTES), dtype=torch.uint8)
+        parts = [_tensor(digest), *(as_bytes(each) for each in rows)]
+        frame = torch.zeros(FRAME_BYTES, dtype=torch.uint8, device="cpu")
+        frames = torch.empty((self.size, FRAME_BYTES), dtype=torch.uint8, device="cpu")
         torch.cat(parts, out=frame[: sum(map(len, parts))])
         gather_all(self.group, frames, frame)
         differ = frames[:, :DIGEST_BYTES].ne(frames[0, :DIGEST_BYTES]).any(1)
@@ -93,17 +94,19 @@ class Call:
 
     def told(self, own: bytes) -> list[bytes]:
         """What every rank passes, of equal lengths."""
-        given = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        taken = torch.empty(self.size * len(own), dtype=torch.uint8)
-        gather_all(self.group, taken, given)
+        taken = torch.empty(self.size * len(own), dtype=torch.uint8, device="cpu")
+        gather_all(self.group, taken, _tensor(own))
         whole = taken.numpy().tobytes()
         return [whole[at : at + len(own)] for at in range(0, len(whole), len(own))]
 
-    def agree_on_success(self, error: Exception | None) -> None:
-        """Raises OperatorFailed on all ranks if the operator has raised an error on any."""
+    def agree_on_success(self, error: BaseException | None) -> None:
+        """Raises OperatorFailed on all ranks if the operator has raised an error on any; on that one, KeyboardInterrupt
+        and SystemExit stay what they are."""
         if not any(map(any, self.told(b"\0" if error is None else b"\1"))):
             return
-        errors = self.told(_text("" if error is None else f"{type(error).__name__}: {error}"))
+        errors = self.told(_text("" if error is None else _said(error)))
+        if error is not None and not isinstance(error, Exception):
+            raise error
         culprit = next(rank for rank, text in enumerate(errors) if any(text))
         raise OperatorFailed(
             f"{self.what}: it failed on rank {culprit}: {_plain(errors[culprit])}; the group can be used again", culprit
@@ -150,7 +153,7 @@ class Block:
         """Combines the shares into that of rank 0; with `prefixes`, all up to each rank's into that rank's."""
         rooms = [room[len(room) - self.size :] for room in self.rooms]
         tile = max(1, TILE_BYTES // max(1, *(source.row_bytes for source in self.sources)))
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
             with torch.no_grad():
                 for begin in range(0, self.mine, tile):
@@ -158,7 +161,7 @@ class Block:
                     if self.op.check and self.begin == begin == 0 and self.size > 1:
                         self.check([share[:, :CHECKED] for share in shares])
                     self.combine_tile(shares, prefixes)
-        except Exception as raised:
+        except BaseException as raised:  # the other ranks wait to be told
             error = raised
         self.call.agree_on_success(error)
 
@@ -270,11 +273,24 @@ def exchange_all(group: Group, output: torch.Tensor, input: torch.Tensor) -> Non
 
 
 def as_bytes(rows: torch.Tensor) -> torch.Tensor:
-    return rows.reshape(-1).view(torch.uint8)
+    # A single element counts as contiguous whatever its stride is, and view() minds the stride.
+    return rows.as_strided((rows.numel(),), (1,)).view(torch.uint8)
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    """On the CPU, whatever torch's default device is."""
+    return torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
+
+
+def _said(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # of its __str__
+        return type(error).__name__
 
 
 def _text(text: str) -> bytes:
-    return text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+    return text.encode(errors="backslashreplace")[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
 
 
 def _plain(text: bytes) -> str:

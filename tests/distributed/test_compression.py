@@ -186,6 +186,13 @@ def bad_arguments(me: Rank) -> None:
         for tensor in (torch.ones(100, dtype=torch.int32), torch.ones(100, dtype=torch.float64)):
             with pytest.raises(InvalidArgument, match=r"tensor has dtype .* must be float32, float16 or bfloat16"):
                 ringreduce.all_reduce(tensor, wire_dtype="int8")
+        for wrong, said in (
+            ({"wire_dtype": torch.int8}, "wire_dtype is torch.int8; it must be a name"),
+            ({"feedback": True}, "feedback is True; it must be a ringreduce.Feedback"),
+            ({"wire_dtype": "int8", "op": ringreduce.Op.torch(torch.add)}, "it must be a torch.distributed.ReduceOp"),
+        ):
+            with pytest.raises(InvalidArgument, match=said):
+                ringreduce.all_reduce(torch.ones(64), **wrong)
         with pytest.raises(InvalidArgument, match="wire_dtype is 'int5'"):
             ringreduce.all_reduce(torch.ones(100), wire_dtype="int5")
         values = torch.ones(100)

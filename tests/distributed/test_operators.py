@@ -345,9 +345,20 @@ def layouts(me: Rank) -> None:
     array = np.arange(6, dtype=np.float32)[::2]
     ringreduce.all_reduce(array, op=Op.torch(torch.add))
     assert array.tolist() == [0, 2 * me.size, 4 * me.size]
+    one = torch.ones(1, 2).t()[0]  # an element whose stride is 2
+    ringreduce.all_reduce(one, op=Op.torch(torch.add))
+    assert one.item() == me.size
     several = [torch.ones(3), torch.ones(2, 2, dtype=torch.int64)]
     ringreduce.all_reduce_coalesced(several, op=Op.torch(torch.add))
     assert all(each.eq(me.size).all() for each in several)
+    swapped = np.arange(3, dtype=">f8")
+    ringreduce.all_reduce(swapped, op=Op.torch(np.add, name="add"))
+    assert swapped.tolist() == [0, me.size, 2 * me.size]
+    ringreduce.all_reduce(np.zeros(0, WELFORD), op=Op.torch(np.maximum, name="maximum"))
+    with torch.device("meta"):  # where new tensors go by default
+        ringreduce.all_reduce(several[0], op=Op.torch(lambda a, b: b, name="last"))
+    with pytest.raises(InvalidArgument, match="tensor has dtype float32; BAND is of integers and bool"):
+        ringreduce.scan(torch.ones(3), dist.ReduceOp.BAND)
     weight = torch.ones(3, requires_grad=True)
     ringreduce.all_reduce(weight, op=Op.torch(torch.add))
     assert weight.requires_grad and weight.tolist() == [me.size] * 3
@@ -419,6 +430,35 @@ def raises_on_one_rank(me: Rank, count: int) -> None:
 @pytest.mark.parametrize("count", [4, 100_000])
 def test_an_error_on_one_rank_is_raised_on_all(placement: str, count: int) -> None:
     run(placed, 4, PLACEMENTS[placement], raises_on_one_rank, count)
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def odd_errors(me: Rank) -> None:
+    """Errors that are hard to tell, and those that end a program."""
+    for error, said in (
+        (FileNotFoundError("no such file: \udcff"), r"FileNotFoundError: no such file: \\udcff"),
+        (Mute(), "rank 1: Mute; "),
+        (KeyboardInterrupt(), "rank 1: KeyboardInterrupt: "),
+        (SystemExit(3), "rank 1: SystemExit: 3"),
+    ):
+
+        def fragile(a: torch.Tensor, b: torch.Tensor, error: BaseException = error) -> torch.Tensor:
+            if me.rank == 1:
+                raise error
+            return a + b
+
+        ends = me.rank == 1 and not isinstance(error, Exception)
+        with pytest.raises(type(error) if ends else OperatorFailed, match=None if ends else said):
+            ringreduce.all_reduce(torch.zeros(1000), op=Op.torch(fragile))
+        lives_on(me)
+
+
+def test_every_error_is_told() -> None:
+    run(placed, 2, {}, odd_errors)
 
 
 def wrong_results(me: Rank) -> None:

@@ -203,10 +203,11 @@ def scattered(me: Rank, feedback: bool) -> np.ndarray:
     total = torch.zeros(1000)
     with me.join():
         scatter = hooks.ReduceScatter("int8", feedback=feedback)
+        torch.set_default_dtype(torch.float64)  # of other tensors than these
         for _ in range(200):
-            gradients = torch.full((2, 1000), 0.003)
+            gradients = torch.full((2, 1000), 0.003, dtype=torch.float32)
             gradients[:, ::32] = 1
-            output = torch.empty(1000)
+            output = torch.empty(1000, dtype=torch.float32)
             scatter(output, gradients.flatten(), dist.group.WORLD, dist.ReduceOp.AVG)
             total += output
     return total[1:32].numpy()
