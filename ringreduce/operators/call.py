@@ -55,6 +55,10 @@ class Call:
         if out is not None:
             self.targets = rows_of(op, "out", out)
             check_alike(self.targets, sources, "out", "tensor")
+            for target, source in zip(self.targets, sources, strict=True):
+                if target.array.shape != source.array.shape:
+                    shapes = f"{tuple(target.array.shape)}, and tensor has {tuple(source.array.shape)}"
+                    raise InvalidArgument(f"out has shape {shapes}; they must be alike")
         self.backend = backend_of(group)
         self.rank, self.size = self.backend.rank(), self.backend.size()
         self.count = sources[0].count

@@ -602,6 +602,10 @@ def wrong_arguments(me: Rank) -> None:
             "out has 4 elements of float64, .* must be alike",
         ),
         (lambda: ringreduce.all_reduce(x, op=plus, out=x[:2]), "out has 2 elements"),
+        (
+            lambda: ringreduce.all_reduce(x, op=plus, out=x.view(2, 2)),
+            r"out has shape \(2, 2\), and tensor has \(4,\); they must be alike",
+        ),
         (lambda: ringreduce.all_reduce(torch.ones(1).expand(4), op=plus), "elements of tensor share memory"),
         (lambda: ringreduce.all_reduce(x.to_sparse(), op=plus), "tensor is of layout torch.sparse_coo"),
         (
