@@ -72,9 +72,9 @@ def all_reduce(
     but must have the same shape.
 
     `wire_dtype` is "float32", "bfloat16", "int8" or "int4": how values go to other hosts, as docs/compression.md says;
-    the default is the group's option. With `feedback`, what this rank cuts off by that is kept there and added the next
-    time. Each tensor needs a `Feedback` of its own. With one of the two, `tensor` is float32, float16 or bfloat16, on
-    the CPU; the last two are reduced as float32.
+    the default is the group's option. Small tensors go unrounded. With `feedback`, what this rank cuts off by that is
+    kept there and added the next time. Each tensor needs a `Feedback` of its own, and `op` is SUM or AVG. With one of
+    the two, `tensor` is float32, float16 or bfloat16, on the CPU; the last two are reduced as float32.
     """
     if wire_dtype is not None or feedback is not None:
         _check_wire(op, wire_dtype, feedback)

@@ -23,10 +23,33 @@ from ringreduce.api import Work, all_gather_single, all_reduce, all_to_all_singl
 from ringreduce.errors import InvalidArgument
 
 WIRE_DTYPES = ("bfloat16", "int8", "int4")
-Hook = Callable[[dist.ProcessGroup | None, GradBucket], torch.futures.Future[torch.Tensor]]
 
 
-def compressed(kind: str = "int8", *, feedback: bool = True, share: float = 0.01) -> Hook:
+class Compressed:
+    """The hook that `compressed` makes."""
+
+    def __init__(self, kind: str, feedback: bool, share: float) -> None:
+        self._kind, self._feedback, self._share = kind, feedback, share
+        self._buckets = _Buckets()
+        self.__name__ = self.__qualname__ = f"ringreduce.hooks.compressed({kind!r})"  # which DDP asks for
+
+    def __call__(self, group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        gradient = bucket.buffer()
+        if self._kind == "topk":
+            rest = self._buckets.state_of(bucket, lambda: torch.zeros_like(gradient, dtype=torch.float32))
+            return _average_largest(gradient, rest if self._feedback else torch.zeros_like(rest), self._share, group)
+        rests = self._buckets.state_of(bucket, _C.Feedback) if self._feedback else None
+        work = all_reduce(gradient, dist.ReduceOp.AVG, group, async_op=True, wire_dtype=self._kind, feedback=rests)
+        assert work is not None
+        return work.get_future().then(lambda future: future.value()[0])
+
+    def reset(self) -> None:
+        """Forgets what was cut off. To be called after a step that is skipped, such as one whose gradients have
+        overflowed, and when a checkpoint is loaded."""
+        self._buckets.forget()
+
+
+def compressed(kind: str = "int8", *, feedback: bool = True, share: float = 0.01) -> Compressed:
     """A communication hook for DistributedDataParallel that averages gradients in fewer bytes.
 
     `kind` is "bfloat16", "int8" or "int4": all_reduce with that `wire_dtype`, which rounds what goes to other hosts. Or
@@ -36,29 +59,19 @@ def compressed(kind: str = "int8", *, feedback: bool = True, share: float = 0.01
 
     With `feedback`, what a rank has cut off is added to its next gradient. It takes as much memory as the gradients in
     float32. It belongs to this hook and to DDP's buckets, so give each model a hook of its own; when DDP rebuilds its
-    buckets, it is dropped.
+    buckets, it is dropped. The hook's `reset()` drops it too: call that after a step that you skip, such as one whose
+    gradients have overflowed, and when you load a checkpoint.
 
     The state that register_comm_hook takes is the process group, or None for the world. Raises `InvalidArgument` for
     another `kind` or `share`, and for gradients of other dtypes.
     """
     if kind not in (*WIRE_DTYPES, "topk"):
         raise InvalidArgument(f"kind is {kind!r}; it must be one of {', '.join(map(repr, WIRE_DTYPES))} or 'topk'")
-    if not 0 < share <= 1:
-        raise InvalidArgument(f"share is {share!r}; it must be above 0 and at most 1")
-    buckets = _Buckets()
-
-    def hook(group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        gradient = bucket.buffer()
-        if kind == "topk":
-            rest = buckets.state_of(bucket, lambda: torch.zeros_like(gradient, dtype=torch.float32))
-            return _average_largest(gradient, rest if feedback else torch.zeros_like(rest), share, group)
-        rests = buckets.state_of(bucket, _C.Feedback) if feedback else None
-        work = all_reduce(gradient, dist.ReduceOp.AVG, group, async_op=True, wire_dtype=kind, feedback=rests)
-        assert work is not None
-        return work.get_future().then(lambda future: _first(future.value()))
-
-    hook.__qualname__ = f"ringreduce.hooks.compressed({kind!r})"  # what DDP logs
-    return hook
+    if not isinstance(share, int | float) or not 0 < share <= 1:
+        raise InvalidArgument(f"share is {share!r:.60}; it must be a number above 0 and at most 1")
+    if not isinstance(feedback, bool):
+        raise InvalidArgument(f"feedback is {feedback!r:.60}; it must be True or False")
+    return Compressed(kind, feedback, share)
 
 
 def compress_fsdp(model: torch.nn.Module, wire_dtype: str = "int8", *, gather: bool = False) -> None:
@@ -124,9 +137,14 @@ class ReduceScatter(_Comm):
         op: Any = dist.ReduceOp.SUM,
         async_op: bool = False,
     ) -> Work:
-        _check_gradient(input_tensor)
+        _check_compressible(input_tensor)
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise InvalidArgument(f"op is {op}; a compressed reduce_scatter has SUM and AVG")
+        if input_tensor.numel() != output_tensor.numel() * group.size():
+            raise InvalidArgument(
+                f"input_tensor has {input_tensor.numel()} elements and output_tensor {output_tensor.numel()}; "
+                f"input_tensor must have {group.size()} times as many, a part for each rank"
+            )
         rows = input_tensor.reshape(group.size(), -1).float()
         if self.feedback and (self._rests is None or self._rests.shape != rows.shape):
             self._rests = torch.zeros_like(rows)
@@ -148,7 +166,7 @@ class AllGather(_Comm):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Work:
-        _check_gradient(input_tensor)
+        _check_compressible(input_tensor)
         own = self.packed(input_tensor.reshape(1, -1).float())
         everything = own.new_empty(group.size(), own.shape[1])
         work = all_gather_single(everything, own, group=group, async_op=True)
@@ -164,6 +182,9 @@ class _Buckets:
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[tuple[int, ...], Any]] = {}
+
+    def forget(self) -> None:
+        self._of.clear()
 
     def state_of(self, bucket: GradBucket, make: Callable[[], Any]) -> Any:
         parameters = tuple(map(id, bucket.parameters()))
@@ -181,7 +202,7 @@ def _average_largest(
 ) -> torch.futures.Future[torch.Tensor]:
     """Replaces `gradient` by the average over all ranks of its largest elements; `rest` is added first, and keeps the
     others."""
-    _check_gradient(gradient)
+    _check_compressible(gradient)
     rest += gradient
     places = rest.abs().topk(math.ceil(share * len(rest)), sorted=False).indices
     own = torch.stack((places.int(), rest[places].view(torch.int32)))
@@ -202,16 +223,12 @@ def _average_largest(
     return work.get_future().then(average)
 
 
-def _check_gradient(tensor: torch.Tensor) -> None:
+def _check_compressible(tensor: torch.Tensor) -> None:
     if tensor.device.type != "cpu" or tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise InvalidArgument(
             f"a tensor of {tensor.dtype} on {tensor.device} cannot be compressed; it must be float32, float16 or "
             "bfloat16, on the CPU"
         )
-
-
-def _first(value: list[torch.Tensor]) -> torch.Tensor:
-    return value[0]
 
 
 class _Then(dist.Work):

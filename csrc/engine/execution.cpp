@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <string>
 
+#include "core/bytes.h"
 #include "kernels/accumulate.h"
 #include "transport/links.h"
 
@@ -233,7 +234,7 @@ void Execution::pack_for_others(SlotValue& value, std::size_t bytes, std::byte* 
   const std::size_t count = bytes / element_;
   value.packing = bound_.packing();
   value.packed_bytes = packed_bytes(value.packing, count);
-  value.packed = std::make_shared_for_overwrite<std::byte[]>(value.packed_bytes);
+  value.packed = unwritten_bytes(value.packed_bytes);
   pack(value.packing, value.packed.get(), value.data, count, rests);
 }
 

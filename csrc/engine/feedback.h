@@ -7,23 +7,37 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
+#include <utility>
 #include <vector>
 
 namespace ringreduce {
 
-// Of one tensor's calls, which must not run at the same time.
+// Of one tensor's calls. Of calls that run at the same time, all but one find no rests, and the last one's stay.
 class Feedback {
  public:
-  // The rests, a float32 for each of `count` elements: those of the latest call if that had this `key` too, else 0.
-  std::byte* rests(std::uint64_t key, std::size_t count) {
-    if (key != key_ || count != rests_.size()) rests_.assign(count, 0);
-    key_ = key;
-    return reinterpret_cast<std::byte*>(rests_.data());
+  // The rests, a float32 for each of `count` elements: those of the latest call if that had this `key` too, else 0. The
+  // caller has them for itself until put().
+  std::vector<float> take(std::uint64_t key, std::size_t count) {
+    std::vector<float> rests;
+    const std::lock_guard lock(mutex_);
+    rests.swap(rests_);
+    if (key != key_ || count != rests.size()) rests.assign(count, 0);
+    return rests;
   }
-  void reset() { rests_ = {}; }
-  std::size_t bytes() const { return rests_.size() * sizeof(float); }
+  void put(std::uint64_t key, std::vector<float> rests) {
+    const std::lock_guard lock(mutex_);
+    key_ = key;
+    rests_ = std::move(rests);
+  }
+  void reset() { put(0, {}); }
+  std::size_t bytes() const {
+    const std::lock_guard lock(mutex_);
+    return rests_.size() * sizeof(float);
+  }
 
  private:
+  mutable std::mutex mutex_;
   std::uint64_t key_ = 0;
   std::vector<float> rests_;
 };

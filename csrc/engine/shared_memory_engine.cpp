@@ -76,12 +76,18 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
 
   Links* const links = team_->links();
   Waiting waiting(*team_, own.for_calls, options().patience);
-  Execution execution(*team_, bound, workspace_, call, id, rests_of(call, bound));
+  const bool feeds_back = call.feedback != nullptr && bound.packing() != Packing::none;
+  // Rests belong to the places where this plan rounds in this group, and to what it makes there.
+  const std::uint64_t rounding = mix(mix(number_, program.digest), static_cast<std::uint64_t>(call.reduce_op) << 32 |
+                                                                       static_cast<std::uint64_t>(call.packing));
+  // If the call fails they are lost: they would be those of some of its values only.
+  std::vector<float> rests = feeds_back ? call.feedback->take(rounding, call.count) : std::vector<float>();
+  Execution execution(*team_, bound, workspace_, call, id,
+                      feeds_back ? reinterpret_cast<std::byte*>(rests.data()) : nullptr);
   const auto fail = [&](const Error& error) {
     team_->fate().abort(error);  // first, so that a peer that fails because of what follows finds the reason
     team_->fate().fail(seq);
     execution.shut_out_peers();
-    if (call.feedback != nullptr) call.feedback->reset();  // it has rests of some of the call's values only
   };
   const auto advance = [&] {
     try {
@@ -136,16 +142,9 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
     fail(Error(ErrorKind::system, title(call, seq) + ": " + error.what(), team_->rank()));
     throw;
   }
+  if (feeds_back) call.feedback->put(rounding, std::move(rests));
   own.completed.store(seq, std::memory_order_release);
   return {waiting.waited(), execution.lent()};
-}
-
-// Rests belong to the places where this plan rounds in this group, and to what it makes there.
-std::byte* SharedMemoryEngine::rests_of(const Call& call, const BoundCall& bound) const {
-  if (call.feedback == nullptr || bound.packing() == Packing::none) return nullptr;
-  const std::uint64_t kinds =
-      static_cast<std::uint64_t>(call.reduce_op) << 32 | static_cast<std::uint64_t>(call.packing);
-  return call.feedback->rests(mix(mix(number_, bound.program().digest), kinds), call.count);
 }
 
 // Makes the links that a program needs and that are not there yet.

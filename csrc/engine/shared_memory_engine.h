@@ -31,7 +31,6 @@ class SharedMemoryEngine final : public Engine {
 
   const BoundCall& bind(const Call& call, const Buffers& buffers);
   const BoundCall& bind_or_abort(const Call& call, const Buffers& buffers);
-  std::byte* rests_of(const Call& call, const BoundCall& bound) const;
   void reach(const Call& call, const Program& program, const std::string& what);
   void look(const Call& call, std::uint64_t seq, const Execution& execution, Nanoseconds waited) const;
   int gpu_waiting_for(int rank) const;

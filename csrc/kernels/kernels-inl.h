@@ -50,6 +50,17 @@ RINGREDUCE_INLINE void store(char* p, V v) {
   __builtin_memcpy(p, &v, sizeof(V));
 }
 
+// The lanes numbered I, those of `b` after those of `a`.
+template <class R, int... I, class V>
+RINGREDUCE_INLINE R lanes(V a, V b) {
+#if __has_builtin(__builtin_shufflevector)
+  return __builtin_shufflevector(a, b, I...);
+#else  // GCC 11
+  constexpr int kCount = sizeof(V) / sizeof(a[0]);
+  return R{(I < kCount ? a[I % kCount] : b[I % kCount])...};
+#endif
+}
+
 // ---- Formats: how elements lie in memory and which lanes they become ----------------------------------------------
 //
 // A format has the type of its Lane, the size of an element and of a block in memory, and load and store of a block.
@@ -107,13 +118,13 @@ struct Complex {
 
   template <int... I>
   static void unzip(Vec<T> a, Vec<T> b, Vec<T>& even, Vec<T>& odd, std::integer_sequence<int, I...>) {
-    even = __builtin_shufflevector(a, b, (2 * I)...);
-    odd = __builtin_shufflevector(a, b, (2 * I + 1)...);
+    even = lanes<Vec<T>, (2 * I)...>(a, b);
+    odd = lanes<Vec<T>, (2 * I + 1)...>(a, b);
   }
   template <int... I>
   static void zip(Vec<T> even, Vec<T> odd, Vec<T>& a, Vec<T>& b, std::integer_sequence<int, I...>) {
-    a = __builtin_shufflevector(even, odd, (I / 2 + I % 2 * kLanes)...);
-    b = __builtin_shufflevector(even, odd, (I / 2 + I % 2 * kLanes + kLanes / 2)...);
+    a = lanes<Vec<T>, (I / 2 + I % 2 * kLanes)...>(even, odd);
+    b = lanes<Vec<T>, (I / 2 + I % 2 * kLanes + kLanes / 2)...>(even, odd);
   }
 };
 

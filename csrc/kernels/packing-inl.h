@@ -148,7 +148,7 @@ struct AsInteger {
   // Of lanes whose numbers differ in the bit kBit, the larger in both. Fewer lanes have no such pairs.
   template <int kBit, int... I>
   static RINGREDUCE_INLINE PartInts most_of_pairs(PartInts v, std::integer_sequence<int, I...>) {
-    const PartInts other = __builtin_shufflevector(v, v, (I ^ kBit)...);
+    const PartInts other = lanes<PartInts, (I ^ kBit)...>(v, v);
     return v > other ? v : other;
   }
 
@@ -157,8 +157,8 @@ struct AsInteger {
       for (int i = 0; i < kWords; ++i) store(to + i * kPart, words[i]);
     } else {
       const PartWords &first = words[0], &last = words[kWords - 1];
-      const Quarter low = __builtin_shufflevector(first, last, 0, 1, 2, 3);
-      const Quarter high = __builtin_shufflevector(first, last, 4, 5, 6, 7);
+      const auto low = lanes<Quarter, 0, 1, 2, 3>(first, last);
+      const auto high = lanes<Quarter, 4, 5, 6, 7>(first, last);
       store(to, low | high << 4);
     }
   }
@@ -176,7 +176,7 @@ struct AsInteger {
   template <class Half>
   static RINGREDUCE_INLINE void join(Half low, Half high, PartWords (&words)[kWords]) {
     if constexpr (sizeof(Half) < kPart) {
-      words[0] = __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7);
+      words[0] = lanes<PartWords, 0, 1, 2, 3, 4, 5, 6, 7>(low, high);
     } else {
       words[0] = low;
       words[kWords - 1] = high;

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/bytes.h"
+
 namespace ringreduce::parameter_server {
 namespace {
 
@@ -60,7 +62,7 @@ std::byte* JournalWire::place_for(int peer, const FrameHeader& header, std::vect
     Incoming& to = incoming_[header.tag];
     if (to.entry.data == nullptr) {
       demand(!to.known || header.total == to.entry.record.slot.bytes, peer, "other data than its record says");
-      to.entry.data = std::make_shared_for_overwrite<std::byte[]>(header.total);
+      to.entry.data = unwritten_bytes(header.total);
       to.total = header.total;
     }
     to.claimed += header.bytes;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/bytes.h"
 #include "core/error.h"
 
 namespace ringreduce::parameter_server {
@@ -165,7 +166,7 @@ std::shared_ptr<std::byte[]> FarPort::value_for(const Pull& pull, ReplySlot& rep
   if (block.is_table())
     return {window->memory.at(pull.offset + pull.count * sizeof(std::int64_t)), [its = window](const std::byte*) {}};
   const std::size_t bytes = block.value_bytes(0);
-  auto copy = std::make_shared_for_overwrite<std::byte[]>(bytes);
+  auto copy = unwritten_bytes(bytes);
   reply.version = block.read(nullptr, 0, copy.get());
   return pull.packing == Packing::none ? copy : pack_for_wire(pull.packing, copy.get(), bytes);
 }

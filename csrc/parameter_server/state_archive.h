@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/bytes.h"
 #include "parameter_server/partner.h"
 #include "parameter_server/port.h"
 
@@ -29,7 +30,7 @@ class StateArchive final : public Archive {
     raw(place, sizeof place);
     const auto bytes = static_cast<std::size_t>(place[2]);
     if (reads() && place[0] != kNoPayload)
-      lent = place[0] == kInline ? std::make_shared<Lent>(std::make_shared_for_overwrite<std::byte[]>(bytes), bytes)
+      lent = place[0] == kInline ? std::make_shared<Lent>(unwritten_bytes(bytes), bytes)
                                  : std::make_shared<Lent>(windows.at(place[0]), place[1], bytes);
     if (place[0] == kInline) raw(const_cast<std::byte*>(lent->at()), bytes);
     payload = std::move(lent);
@@ -61,7 +62,7 @@ class StateArchive final : public Archive {
     made.bytes = counting.done();
     made.descriptors = std::move(counting.sent);
     if (has_all) {
-      made.data = std::make_shared_for_overwrite<std::byte[]>(made.bytes);
+      made.data = unwritten_bytes(made.bytes);
     } else {
       made.memory = make_memory("ringreduce state", made.bytes);
       const auto mapped = std::make_shared<Mapping>(made.memory.get(), made.bytes, true);

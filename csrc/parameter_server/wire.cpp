@@ -3,12 +3,13 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/bytes.h"
 #include "core/error.h"
 
 namespace ringreduce::parameter_server {
 
 std::shared_ptr<std::byte[]> pack_for_wire(Packing packing, const std::byte* values, std::size_t bytes) {
-  auto packed = std::make_shared_for_overwrite<std::byte[]>(wire_bytes(packing, bytes));
+  auto packed = unwritten_bytes(wire_bytes(packing, bytes));
   for (std::size_t begin = 0; begin < bytes; begin += kFragment)
     pack(packing, packed.get() + wire_bytes(packing, begin), values + begin,
          std::min(kFragment, bytes - begin) / sizeof(float));

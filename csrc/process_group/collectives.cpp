@@ -274,6 +274,9 @@ c10::intrusive_ptr<Work> ProcessGroupRing::allreduce_packed(TensorList& tensors,
             "; with wire_dtype or feedback it must be float32, float16 or bfloat16, on the CPU");
   check_tensor(tensor, "all_reduce");
   check_outputs({tensor}, "all_reduce");
+  if (feedback != nullptr && opts.reduceOp != c10d::ReduceOp::SUM && opts.reduceOp != c10d::ReduceOp::AVG)
+    invalid(
+        "all_reduce: op is no sum; what rounding cuts off a SUM or an AVG can be added later, so leave out feedback");
   const at::NoGradGuard no_grad;
   const at::Tensor wide = tensor.to(at::kFloat);
   const Collective collective = asked(OpType::ALLREDUCE, Operation::all_reduce, opts);

@@ -18,6 +18,8 @@
 #include <set>
 #include <utility>
 
+#include "core/bytes.h"
+
 namespace ringreduce {
 namespace {
 
@@ -63,8 +65,7 @@ class Descriptors {
 
 Frame frame_of(std::uint32_t kind, std::span<const std::byte> first, std::span<const std::byte> rest) {
   const std::size_t bytes = first.size() + rest.size();
-  Frame frame{.header = {.kind = kind, .bytes = static_cast<std::uint32_t>(bytes)},
-              .own = std::make_shared_for_overwrite<std::byte[]>(bytes)};
+  Frame frame{.header = {.kind = kind, .bytes = static_cast<std::uint32_t>(bytes)}, .own = unwritten_bytes(bytes)};
   std::copy(rest.begin(), rest.end(), std::copy(first.begin(), first.end(), frame.own.get()));
   frame.data = frame.own.get();
   return frame;
@@ -159,7 +160,7 @@ std::uint64_t Connection::on_the_way() const {
 void Connection::keep_lent() {
   for (Frame& frame : sending_)
     if (std::exchange(frame.lent, false)) {
-      frame.own = std::make_shared_for_overwrite<std::byte[]>(frame.header.bytes);
+      frame.own = unwritten_bytes(frame.header.bytes);
       std::memcpy(frame.own.get(), frame.data, frame.header.bytes);
       frame.data = frame.own.get();
     }

@@ -119,11 +119,11 @@ def copy_values(source: torch.Tensor, target: torch.Tensor) -> None:
             f"{tuple(source.shape)} of {source.dtype} on {source.device}"
         )
     # torch copies between tensors that overlap in part with an error, or wrongly.
-    apart = source is target or not _share_memory(source, target)
+    apart = source is target or not share_memory(source, target)
     target.detach().copy_(source if apart else source.clone())
 
 
-def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether memory of the one may be memory of the other."""
     if a.layout != torch.strided or b.layout != torch.strided:
         return False

@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from ringreduce import _C
 from ringreduce.errors import CollectiveMismatch, InvalidArgument, OperatorFailed
 from ringreduce.groups.lookup import backend_of
+from ringreduce.groups.tensors import share_memory
 from ringreduce.operators.op import Op
 from ringreduce.operators.rows import Given, Rows, check_alike, rows_of, shown
 
@@ -59,6 +60,9 @@ class Call:
                 if target.array.shape != source.array.shape:
                     shapes = f"{tuple(target.array.shape)}, and tensor has {tuple(source.array.shape)}"
                     raise InvalidArgument(f"out has shape {shapes}; they must be alike")
+            for source in sources:  # results may not overwrite elements of later blocks
+                if any(share_memory(source.rows, target.rows) for target in self.targets):
+                    source.rows = source.rows.clone()
         self.backend = backend_of(group)
         self.rank, self.size = self.backend.rank(), self.backend.size()
         self.count = sources[0].count

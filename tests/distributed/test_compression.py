@@ -170,6 +170,28 @@ def test_each_call_may_have_its_own(group_dtype: str, wire_dtype: str | None, sh
     assert share <= bytes_sent / (2 * 8_000_000) < 1.03 * share
 
 
+def in_two_groups(me: Rank) -> None:
+    """Calls of two groups with one Feedback, at the same time."""
+    with me.join(options=RING):
+        groups = [dist.group.WORLD, dist.new_group(backend="ringreduce")]
+        feedback = ringreduce.Feedback()
+        for _ in range(20):
+            tensors = [normal(me.rank, COUNT) for _ in groups]
+            works = [
+                ringreduce.all_reduce(x, group=group, async_op=True, wire_dtype="int8", feedback=feedback)
+                for x, group in zip(tensors, groups, strict=True)
+            ]
+            for work in works:
+                assert work is not None
+                work.wait()
+            right = sum(normal(rank, COUNT) for rank in range(2))
+            assert all((x - right).abs().max() < 0.5 for x in tensors)
+
+
+def test_one_feedback_in_two_groups() -> None:
+    run(placed, 2, None, in_two_groups)
+
+
 def differing(me: Rank) -> str:
     with me.join(), pytest.raises(CollectiveMismatch) as caught:
         ringreduce.all_reduce(torch.ones(COUNT), wire_dtype=("int8", "int4")[me.rank])
@@ -193,6 +215,8 @@ def bad_arguments(me: Rank) -> None:
         ):
             with pytest.raises(InvalidArgument, match=said):
                 ringreduce.all_reduce(torch.ones(64), **wrong)
+        with pytest.raises(InvalidArgument, match="op is no sum"):
+            ringreduce.all_reduce(torch.ones(64), dist.ReduceOp.MAX, wire_dtype="int8", feedback=ringreduce.Feedback())
         with pytest.raises(InvalidArgument, match="wire_dtype is 'int5'"):
             ringreduce.all_reduce(torch.ones(100), wire_dtype="int5")
         values = torch.ones(100)

@@ -351,6 +351,10 @@ def layouts(me: Rank) -> None:
     several = [torch.ones(3), torch.ones(2, 2, dtype=torch.int64)]
     ringreduce.all_reduce_coalesced(several, op=Op.torch(torch.add))
     assert all(each.eq(me.size).all() for each in several)
+    numbers = torch.arange(5_000_001.0) % 1000  # of several blocks
+    wanted = numbers[:-1] * me.size
+    ringreduce.all_reduce(numbers[:-1], op=Op.torch(torch.add), out=numbers[1:])
+    assert torch.equal(numbers[1:], wanted)
     swapped = np.arange(3, dtype=">f8")
     ringreduce.all_reduce(swapped, op=Op.torch(np.add, name="add"))
     assert swapped.tolist() == [0, me.size, 2 * me.size]

@@ -244,6 +244,24 @@ def refused(me: Rank) -> None:
             model(torch.ones(1, 4).double()).sum().backward()
 
 
+def skipped_step(me: Rank) -> None:
+    """A step of huge gradients, which a GradScaler would skip, and then one of ordinary ones."""
+    with me.join(options=RING):
+        hook, layer = hooks.compressed("int8"), nn.Linear(1000, 64, bias=False)
+        model = DistributedDataParallel(layer)
+        model.register_comm_hook(None, hook)
+        for scale in (1e30, 1.0):
+            layer.zero_grad()
+            (scale * model(torch.rand(2, 1000))).sum().backward()
+            if scale > 1:
+                hook.reset()
+        assert layer.weight.grad is not None and layer.weight.grad.abs().max() < 10
+
+
+def test_a_step_that_is_skipped_leaves_nothing_after_reset() -> None:
+    run(apart, 2, skipped_step)
+
+
 def test_gradients_of_another_dtype() -> None:
     run(apart, 2, refused)
 
@@ -251,8 +269,10 @@ def test_gradients_of_another_dtype() -> None:
 def test_bad_arguments() -> None:
     with pytest.raises(InvalidArgument, match="kind is 'int3'; it must be one of 'bfloat16', 'int8', 'int4' or 'topk'"):
         hooks.compressed("int3")
-    with pytest.raises(InvalidArgument, match="share is 0; it must be above 0"):
+    with pytest.raises(InvalidArgument, match="share is 0; it must be a number above 0"):
         hooks.compressed("topk", share=0)
+    with pytest.raises(InvalidArgument, match="feedback is 'no'; it must be True or False"):
+        hooks.compressed("int8", feedback="no")  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="wire_dtype is 'float32'; it must be one of"):
         hooks.ReduceScatter("float32")
     with pytest.raises(InvalidArgument, match=r"no module that fully_shard\(\) was called on"):
