@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict
+from typing import Any
 
 import numpy as np
 
@@ -52,7 +54,11 @@ class Order:
         return -(-epochs * self.n // self.batch)
 
     def span(self, step: int, rank: int, size: int) -> tuple[int, int]:
-        """The positions, counted from the beginning of epoch 0, of the ids that a rank reads: first, and last + 1."""
+        """The positions, counted from the beginning of epoch 0, of the ids that a rank reads: first, and last + 1.
+
+        Raises `InvalidArgument`.
+        """
+        step, rank, size = _integer("step", step), _integer("rank", rank), _integer("size", size)
         if not 0 <= rank < size:
             raise InvalidArgument(f"Order: rank is {rank} and size is {size}; rank must be from 0 to size - 1")
         if size > self.batch:
@@ -95,3 +101,13 @@ class Order:
 
     def __repr__(self) -> str:
         return f"Order(n={self.n}, batch={self.batch}, seed={self.seed}{'' if self.shuffle else ', shuffle=False'})"
+
+
+def _integer(name: str, value: Any) -> int:
+    """Accepts what can be an index, such as an integer of NumPy or a tensor of one."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise InvalidArgument(f"Order: {name} is {value!r:.60}; give an integer")

@@ -106,11 +106,24 @@ def test_wrong_orders(arguments: tuple[int, int], message: str) -> None:
         ((0, -1, 2), "rank is -1"),
         ((-1, 0, 1), "step is -1"),
         ((0, 0, 11), "11 ranks share a batch of 10"),
+        ((1.5, 0, 1), "step is 1.5; give an integer"),
+        (("x", 0, 1), "step is 'x'; give an integer"),
+        ((True, 0, 1), "step is True; give an integer"),
+        ((torch.tensor([1, 2]), 0, 1), r"step is tensor\(\[1, 2\]\); give an integer"),
+        ((0, 0.0, 1), "rank is 0.0; give an integer"),
+        ((0, 0, None), "size is None; give an integer"),
     ],
 )
 def test_wrong_shares(arguments: tuple[int, int, int], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         Order(100, 10).ids(*arguments)
+
+
+def test_any_integer_is_a_step() -> None:
+    order = Order(100, 10)
+    for three in (np.int32(3), np.uint8(3), torch.tensor(3), torch.tensor([3], dtype=torch.uint8)):
+        span = order.span(three, 0, 2)
+        assert span == (30, 35) and [type(each) for each in span] == [int, int]
 
 
 def test_a_dataloader_takes_it_and_resumes() -> None:
