@@ -330,7 +330,8 @@ class Loader:
                     continue
                 connection.settimeout(self._timeout)
                 connection.send(b"welcome?")
-                welcome = json.loads(next_message(connection)[0])
+                while "terms" not in (welcome := json.loads(next_message(connection)[0])):
+                    pass  # a server died before this reader was heard
             except (BrokenPipeError, ConnectionError):
                 continue  # its last reader has gone
             except OSError as error:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -65,3 +67,10 @@ def is_alive(pid: int) -> bool:
 
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, "did not happen"
+        time.sleep(0.005)

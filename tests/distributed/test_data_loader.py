@@ -9,27 +9,18 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from bodies.data import Noise, Rows, is_alive, open_files, servers_of
+from bodies.data import Noise, Rows, is_alive, open_files, servers_of, until
 from distributed.harness import Rank, Ranks, run
 from processes import ROOT
 
 from ringreduce.data import Loader, Order, loader, supervisor
 from ringreduce.errors import InvalidArgument, SampleFailed, SystemFailure
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end, "did not happen"
-        time.sleep(0.005)
-
 
 # what arrives
 
