@@ -320,49 +320,79 @@ class Loader:
             self._supervisor = None
 
     def _join(self) -> None:
-        """Connects to the supervisor of this name and to its servers. Starts the supervisor if there is none."""
-        while True:
-            _reap()
-            try:
-                connection = self._found_or_started()
-                if connection is None:
-                    time.sleep(0.001)  # another process starts one
-                    continue
-                connection.settimeout(self._timeout)
-                connection.send(b"welcome?")
-                while "terms" not in (welcome := json.loads(next_message(connection)[0])):
-                    pass  # a server died before this reader was heard
-            except (BrokenPipeError, ConnectionError):
-                continue  # its last reader has gone
-            except OSError as error:
-                raise SystemFailure(f"Loader: the supervisor of {self.name!r} does not answer: {error}") from None
-            for what, theirs in welcome["terms"].items():
-                if self._terms[what] != theirs:
-                    connection.close()
-                    raise InvalidArgument(
-                        f"Loader: {what} is {self._terms[what]}, and a Loader named {self.name!r} on this host has "
-                        f"{theirs}; give this one another name"
-                    )
-            connection.settimeout(0.5)  # longer than the supervisor takes to see a server's end
-            self._supervisor, self._servers_name = connection, welcome["name"]
-            for number in range(self.servers):
-                self._servers[number] = None
-                found = connect(supervisor.server_name(self._servers_name, number))
-                if found is None:
-                    break
-                self._servers[number] = self._greeted(found, number)
-            else:
-                return
-            self._disconnect()
+        """Connects to the supervisor of this name and to its servers. Starts the supervisor if there is none.
 
-    def _found_or_started(self) -> socket.socket | None:
-        if (connection := connect(self.name)) is not None:
-            return connection
+        Raises `SystemFailure`, and `InvalidArgument` if the others of this name differ.
+        """
+        end = time.monotonic() + self._timeout
+        try:
+            while not self._has_joined():
+                if time.monotonic() >= end:
+                    raise TimeoutError(f"none was there for timeout={self._timeout:g} s")
+                time.sleep(0.001)
+        except OSError as error:
+            self._disconnect()
+            raise SystemFailure(
+                f"Loader: cannot start or reach servers={self.servers} of {self.name!r}: {error}"
+            ) from None
+
+    def _has_joined(self) -> bool:
+        """False if the supervisor ends just now, or another process starts one."""
+        _reap()
+        connection = connect(self.name)
+        if is_new := connection is None:
+            connection = self._started()
+        if connection is None:
+            return False
+        connection.settimeout(self._timeout)
+        try:
+            connection.send(b"welcome?")
+            welcome = _welcome(connection)
+        except OSError as error:
+            connection.close()
+            if not isinstance(error, ConnectionError):
+                raise
+            if is_new:  # it had this reader
+                raise OSError("their supervisor was killed") from None
+            return False  # its last reader has gone
+        for what, theirs in welcome["terms"].items():
+            if self._terms[what] != theirs:
+                connection.close()
+                raise InvalidArgument(
+                    f"Loader: {what} is {self._terms[what]}, and a Loader named {self.name!r} on this host has "
+                    f"{theirs}; give this one another name"
+                )
+        connection.settimeout(0.5)  # longer than the supervisor takes to see a server's end
+        self._supervisor, self._servers_name = connection, welcome["name"]
+        for number in range(self.servers):
+            found = connect(supervisor.server_name(self._servers_name, number))
+            if found is None:
+                self._disconnect()
+                return False
+            self._servers[number] = self._greeted(found, number)
+        return True
+
+    def _started(self) -> socket.socket | None:
+        """A connection to a new supervisor; None if another process starts one."""
         if (listener := listen(self.name)) is None:
             return None
         connection, pid = supervisor.start(self.name, listener, self._terms, self._work)
         _supervisors.append(pid)
         return connection
+
+
+def _welcome(connection: socket.socket) -> dict[str, Any]:
+    """What a supervisor tells a new reader: its terms, and its servers' name.
+
+    Raises `OSError` if it could not start them.
+    """
+    while True:
+        said: dict[str, Any] = json.loads(next_message(connection)[0])
+        if "failed" in said:
+            raise OSError(said["failed"])
+        if "terms" in said:
+            return said
+        # a server died before this reader was heard
 
 
 class _Server:

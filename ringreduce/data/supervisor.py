@@ -35,10 +35,15 @@ TITLE = "data supervisor"
 def start(name: str, listener: socket.socket, terms: dict[str, Any], work: Work) -> tuple[socket.socket, int]:
     """Forks a supervisor, whose readers come to `listener`. Returns a connection to it, and its process.
 
-    `terms`: what all its readers must agree on; terms["servers"] is how many servers it keeps.
+    `terms`: what all its readers must agree on; terms["servers"] is how many servers it keeps. If it cannot start them,
+    it says so to this connection. Raises `OSError`.
     """
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    pid = os.fork()
+    try:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()
+    except OSError:
+        listener.close()
+        raise
     if pid:
         theirs.close()
         listener.close()
@@ -51,7 +56,9 @@ def start(name: str, listener: socket.socket, terms: dict[str, Any], work: Work)
         torch.set_num_threads(1)
         gc.freeze()  # so that collections of garbage do not copy memory that is shared with the parent
         _Supervisor(name, listener, terms, work).run(theirs)
-    except BaseException:
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            theirs.send(json.dumps({"failed": f"{error!r:.1000}"}).encode())
         traceback.print_exc()
         sys.stderr.flush()
     finally:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 
 import pytest
 import torch
-from bodies.data import Rows, is_alive, servers_of, until
+from bodies.data import Rows, is_alive, open_files, servers_of, until
 from distributed.harness import Rank, run
 
-from ringreduce.data import Loader, Order, loader
-from ringreduce.errors import InvalidArgument
+from ringreduce.data import Loader, Order, loader, supervisor
+from ringreduce.data.messages import address
+from ringreduce.errors import InvalidArgument, SystemFailure
 
 
 def odd_steps(me: Rank) -> None:
@@ -35,14 +37,14 @@ def comes_while_a_server_dies(me: Rank) -> None:
     """The supervisor sleeps until a server has died and a new reader has come. It sees the reader first."""
     rows, order, name = Rows(100), Order(100, 10), f"comes {os.getpid()}"
     with Loader(rows, order, name=name) as first:
-        supervisor, next_message = loader._supervisors[-1], loader.next_message
-        os.kill(supervisor, signal.SIGSTOP)
-        (server,) = servers_of(supervisor)
+        parent, next_message = loader._supervisors[-1], loader.next_message
+        os.kill(parent, signal.SIGSTOP)
+        (server,) = servers_of(parent)
         os.kill(server, signal.SIGKILL)
         until(lambda: not is_alive(server))
 
         def wakes_the_supervisor(connection: socket.socket) -> tuple[bytes, list[int]]:
-            os.kill(supervisor, signal.SIGCONT)
+            os.kill(parent, signal.SIGCONT)
             return next_message(connection)
 
         loader.next_message = wakes_the_supervisor
@@ -53,3 +55,41 @@ def comes_while_a_server_dies(me: Rank) -> None:
 
 def test_a_reader_may_come_while_a_server_dies() -> None:
     run(comes_while_a_server_dies, 1)
+
+
+def too_many_servers(me: Rank) -> None:
+    rows, order, name = Rows(100), Order(100, 10), f"too many {os.getpid()}"
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_files() + 50, limits[1]))
+    with pytest.raises(SystemFailure, match=rf"servers=100 of '{name}': .*Too many open files"):
+        Loader(rows, order, 100, name=name)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    with Loader(rows, order, 100, name=name) as reader:
+        assert reader.get(0)[:, 0].tolist() == order.ids(0).tolist()
+
+
+def test_servers_that_cannot_start_are_an_error_with_the_reason() -> None:
+    run(too_many_servers, 1)
+
+
+def killed_at_its_start(me: Rank) -> None:
+    supervisor._become = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(SystemFailure, match="their supervisor was killed"):
+        Loader(Rows(100), Order(100, 10))
+
+
+def test_a_supervisor_that_is_killed_at_its_start_is_an_error() -> None:
+    run(killed_at_its_start, 1)
+
+
+def nobody_answers(me: Rank) -> None:
+    """Another process has taken the name and does not listen."""
+    name = f"nobody {os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as taken:
+        taken.bind(address(name))
+        with pytest.raises(SystemFailure, match=r"none was there for timeout=0.3 s"):
+            Loader(Rows(100), Order(100, 10), name=name, timeout=0.3)
+
+
+def test_a_loader_does_not_wait_for_ever_for_a_supervisor() -> None:
+    run(nobody_answers, 1)
