@@ -67,12 +67,15 @@ class Slot:
 class Server:
     """Serves `work` to whoever connects to `listener`. One thread.
 
+    current[0]: where it notes the id that the dataset is asked for, or -1, so that the supervisor can name it if this
+    process dies.
+
     Parts of batches take turns. Of the same part, the batch that is the earliest in the order is made first. So a
     reader that has fallen behind others of its part catches up, and then each batch is made once for all of them.
     """
 
-    def __init__(self, work: Work, listener: socket.socket) -> None:
-        self._work, self._listener = work, listener
+    def __init__(self, work: Work, listener: socket.socket, current: memoryview) -> None:
+        self._work, self._listener, self._current = work, listener, current
         self._readers: dict[int, Reader] = {}
         self._wanted: dict[Key, dict[Reader, int]] = {}
         """Who waits for a batch, with the numbers of their requests."""
@@ -167,7 +170,7 @@ class Server:
             with torch.no_grad():
                 laid_out = self._prepared(key)
                 slot = self._written(laid_out)
-        except Exception as error:
+        except BaseException as error:  # a dataset may raise SystemExit, and what Rust calls a panic
             laid_out = lay_out_whole(_failure(error))
             slot = self._written(laid_out)
         self._batches_made += 1
@@ -195,9 +198,12 @@ class Server:
                 for position, number in enumerate(ids, key[0]):
                     if seeded:
                         _seed(order.seed, position // order.n, number)
+                    self._current[0] = number
                     samples.append(dataset[number])
-            except Exception as error:
+            except BaseException as error:
                 raise _OfId(number) from error
+            finally:
+                self._current[0] = -1
         return lay_out_whole(collate(samples)) if collate else lay_out(samples)
 
     def _written(self, laid_out: LaidOut) -> Slot:
@@ -245,9 +251,9 @@ class _OfId(Exception):
         self.id = number
 
 
-def _failure(error: Exception) -> Failure:
+def _failure(error: BaseException) -> Failure:
     number = -1
-    if isinstance(error, _OfId) and isinstance(error.__cause__, Exception):
+    if isinstance(error, _OfId) and error.__cause__ is not None:
         number, error = error.id, error.__cause__
     return Failure("".join(traceback.format_exception(error)), number)
 

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import gc
 import json
+import mmap
 import os
 import secrets
 import select
@@ -90,6 +91,8 @@ class _Supervisor:
             door = listen(server_name(servers_name, number))
             assert door is not None, "the name has a random part"
             self._doors.append(door)
+        self._current = memoryview(mmap.mmap(-1, 8 * terms["servers"])).cast("q")
+        """By server: the id that it has asked the dataset for, or -1."""
         self._servers: dict[int, tuple[int, int]] = {}
         """By pidfd: process and number."""
         self._readers: dict[int, socket.socket] = {}
@@ -127,7 +130,7 @@ class _Supervisor:
             connection.close()
 
     def _fork(self, number: int) -> None:
-        parent = os.getpid()
+        parent, self._current[number] = os.getpid(), -1
         if pid := os.fork():
             pidfd = os.pidfd_open(pid)
             self._servers[pidfd] = pid, number
@@ -137,7 +140,7 @@ class _Supervisor:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() == parent:
                 _become(f"data server {number}", keep=(self._doors[number].fileno(),))
-                Server(self._work, self._doors[number]).run()
+                Server(self._work, self._doors[number], self._current[number : number + 1]).run()
         except BaseException:
             traceback.print_exc()
             sys.stderr.flush()
@@ -150,9 +153,11 @@ class _Supervisor:
         self._poll.unregister(pidfd)
         os.close(pidfd)
         _, status = os.waitpid(pid, 0)
+        how, current = _how(status), self._current[number]
+        how += f", in dataset[{current}]" if current >= 0 else ""
         for connection in self._readers.values():
             with contextlib.suppress(OSError):
-                connection.send(json.dumps({"died": number, "how": _how(status)}).encode(), socket.MSG_DONTWAIT)
+                connection.send(json.dumps({"died": number, "how": how}).encode(), socket.MSG_DONTWAIT)
         self._fork(number)
 
 

@@ -6,7 +6,9 @@ import os
 import resource
 import signal
 import socket
+import sys
 
+import numpy as np
 import pytest
 import torch
 from bodies.data import Rows, is_alive, open_files, servers_of, until
@@ -14,7 +16,7 @@ from distributed.harness import Rank, run
 
 from ringreduce.data import Loader, Order, loader, supervisor
 from ringreduce.data.messages import address
-from ringreduce.errors import InvalidArgument, SystemFailure
+from ringreduce.errors import InvalidArgument, SampleFailed, SystemFailure
 
 
 def odd_steps(me: Rank) -> None:
@@ -93,3 +95,31 @@ def nobody_answers(me: Rank) -> None:
 
 def test_a_loader_does_not_wait_for_ever_for_a_supervisor() -> None:
     run(nobody_answers, 1)
+
+
+class Panic(BaseException):
+    """As an extension in Rust raises."""
+
+
+class Ends(Rows):
+    def __getitem__(self, number: int) -> np.ndarray:
+        if number == 3:
+            sys.exit("this picture is broken")
+        if number == 8:
+            raise Panic("index out of bounds")
+        return super().__getitem__(number)
+
+
+def dataset_exits(me: Rank) -> None:
+    with Loader(Ends(20), Order(20, 5, shuffle=False)) as reader:
+        servers = servers_of(loader._supervisors[-1])
+        for step, number, message in ((0, 3, "SystemExit: this picture is broken"), (1, 8, "index out of bounds")):
+            with pytest.raises(SampleFailed, match=rf"id {number}: (?s:.*){message}") as caught:
+                reader.get(step)
+            assert caught.value.id == number
+        assert reader.get(2)[:, 0].tolist() == [10, 11, 12, 13, 14]
+        assert servers_of(loader._supervisors[-1]) == servers, "a server has ended"
+
+
+def test_a_dataset_that_exits_is_an_error_with_its_id() -> None:
+    run(dataset_exits, 1)

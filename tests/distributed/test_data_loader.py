@@ -366,7 +366,9 @@ class Slow(Rows):
 def deadly(me: Rank) -> None:
     order = Order(20, 2, shuffle=False)
     with Loader(Deadly(20), order, ahead=1) as loader:
-        with pytest.raises(SystemFailure, match=r"died 4 times while it prepared ids 2, 3, the last time by SIGSEGV"):
+        with pytest.raises(
+            SystemFailure, match=r"died 4 times while it prepared ids 2, 3, the last time by SIGSEGV, in dataset\[3\]"
+        ):
             loader.get(1)
         assert loader.get(4)[:, 0].tolist() == [8, 9]
     with Loader(Slow(20), order, ahead=1, timeout=0.3) as loader:
