@@ -28,6 +28,7 @@ from ringreduce.data.messages import (
     ASKED,
     DONE,
     FILLED,
+    LAST,
     MOST_IN_ADVANCE,
     WANT,
     Filled,
@@ -166,6 +167,7 @@ class Loader:
         if self._closed:
             return
         self._closed = True
+        self._keep_what_is_held()
         self._disconnect()
         _reap()
 
@@ -310,6 +312,22 @@ class Loader:
                 connection.send(b"".join(ASKED.pack(WANT, self._asked[key], *key) for key in keys))
         return _Server(connection)
 
+    def _keep_what_is_held(self) -> None:
+        """Leaves connections open until the batches that are held have gone, so that no server fills their slots."""
+        holders = {key: holder for key, (reference, _, _) in self._held.items() if (holder := reference()) is not None}
+        told: dict[int, bytes] = {}
+        for key in self._asked.keys() - holders:
+            self._forget(key, told)
+        for number in {*map(self._number, holders)}:
+            if (server := self._servers[number]) is not None:
+                with contextlib.suppress(OSError):
+                    server.connection.send(told.get(number, b"") + ASKED.pack(LAST, 0, 0, 0))
+                for key, holder in holders.items():
+                    if self._number(key) == number:
+                        kept = server.connection.dup()
+                        _kept.add(kept)
+                        weakref.finalize(holder, kept.close)
+
     def _disconnect(self) -> None:
         for server in self._servers:
             if server is not None:
@@ -418,6 +436,8 @@ class _Server:
 
 
 _open: weakref.WeakSet[Loader] = weakref.WeakSet()
+_kept: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+"""Connections of closed Loaders, one for each batch that is still held."""
 _supervisors: list[int] = []
 """Processes that this one has started."""
 
@@ -436,6 +456,8 @@ def _reap() -> None:
 def _close_in_child() -> None:
     """In a forked child: its parent's servers must not take it for the parent."""
     _supervisors.clear()
+    for connection in _kept:
+        connection.close()
     for loader in _open:
         loader._closed = True
         loader._disconnect()

@@ -13,9 +13,10 @@ from ringreduce.network.local import check_user, receive
 Key = tuple[int, int]
 """Which batch: its positions in the order, first and last + 1."""
 
-WANT, DONE = 1, 2
+WANT, DONE, LAST = 1, 2, 3
 ASKED = struct.Struct("<qqqq")
-"""WANT or DONE, the request's number (0 for DONE), and a key. A reader sends several in one message.
+"""WANT or DONE, the request's number (0 for DONE), and a key; or LAST and zeros: the reader wants nothing any more. A
+reader sends several in one message.
 
 Each WANT has a new number, which comes back with the batch. So if a batch is let go and asked for again while the first
 answer is under way, the reader does not take that answer for the second one.

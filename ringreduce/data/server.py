@@ -19,13 +19,15 @@ import torch
 
 from ringreduce.common.failures import SystemFailure
 from ringreduce.data.batches import Failure, LaidOut, lay_out, lay_out_whole
-from ringreduce.data.messages import ASKED, FILLED, WANT, Filled, Key, accept, next_message
+from ringreduce.data.messages import ASKED, DONE, FILLED, WANT, Filled, Key, accept, next_message
 from ringreduce.data.order import Order
 from ringreduce.data.permutation import mixed
 from ringreduce.network.local import close_all, shared_memory
 
 KEPT = 16
 """Batches that nobody reads any more and that are kept for a reader that is behind."""
+NO_SHARE = (0, 0)
+"""Of a reader that reads no part of the batches."""
 ROOM = 1.25
 """A new slot has so many times the bytes of its first batch, for batches that are a little larger."""
 
@@ -46,7 +48,7 @@ class Reader:
         self.connection = connection
         self.latest = -1
         """The first position of the batch that it has asked for last."""
-        self.share = (0, 0)
+        self.share = NO_SHARE
         """Which part of each batch it reads, as `Server._share` says."""
 
 
@@ -118,8 +120,11 @@ class Server:
                     self._tell(reader, request, slot)
                 else:
                     self._wanted.setdefault((begin, end), {})[reader] = request
-            else:
+            elif kind == DONE:
                 self._let_go(reader, (begin, end))
+            else:
+                reader.share = NO_SHARE
+                self._free_unawaited()
 
     def _lose(self, reader: Reader) -> None:
         """A reader has gone."""
@@ -130,8 +135,7 @@ class Server:
             self._let_go(reader, key)
         for slot in [*self._slots.values(), *self._free]:
             slot.known_to.discard(reader)
-        for key in [key for key in self._kept if not self._is_awaited(key)]:
-            self._free_slot(key)
+        self._free_unawaited()
 
     def _let_go(self, reader: Reader, key: Key) -> None:
         """This reader does not need this batch any more."""
@@ -155,6 +159,10 @@ class Server:
         """Whether a reader of this part of the batches has not come so far yet."""
         share = self._share(key)
         return any(each.latest < key[0] and each.share == share for each in self._readers.values())
+
+    def _free_unawaited(self) -> None:
+        for key in [key for key in self._kept if not self._is_awaited(key)]:
+            self._free_slot(key)
 
     def _share(self, key: Key) -> Key:
         """Which part of a batch it is: where that begins in the batch, and how long it is."""

@@ -7,6 +7,7 @@ import resource
 import signal
 import socket
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -123,3 +124,32 @@ def dataset_exits(me: Rank) -> None:
 
 def test_a_dataset_that_exits_is_an_error_with_its_id() -> None:
     run(dataset_exits, 1)
+
+
+def held_after_the_end(me: Rank) -> None:
+    """A Loader is closed, and one goes out of scope, while a third one of the name reads on."""
+    rows, order, name = Rows(2000), Order(2000, 10), f"held {os.getpid()}"
+    first, second, third = (Loader(rows, order, 2, name=name) for _ in range(3))
+    server, _ = servers_of(loader._supervisors[-1])
+    ours = files_of(os.getpid(), "socket")
+    held = [first.get(0), first.get(1)[2:, :3], second.get(2)]
+    expected = [each.clone() for each in held]
+    first.close()
+    del second
+    for step in range(3, 100):
+        assert third.get(step)[:, 0].tolist() == order.ids(step).tolist()
+        assert all(map(torch.equal, held, expected)), f"a batch that is held was overwritten at step {step}"
+    assert files_of(server, "memfd") < 20, "it keeps batches for Loaders that are closed"  # two for each slot
+    theirs = files_of(server, "socket")
+    held.clear()
+    assert files_of(os.getpid(), "socket") == ours - 6, "a closed Loader has left a connection"
+    until(lambda: files_of(server, "socket") == theirs - 2)
+    third.close()
+
+
+def files_of(pid: int, kind: str) -> int:
+    return sum(kind in os.path.realpath(file) for file in Path(f"/proc/{pid}/fd").iterdir())
+
+
+def test_a_batch_that_is_held_outlives_its_loader() -> None:
+    run(held_after_the_end, 1)
