@@ -70,7 +70,8 @@ class Loader:
         rank's part of a batch. False saves about 10 us a sample.
     timeout: seconds that `get` waits for a batch.
 
-    Raises `InvalidArgument`, also if other Loaders of this name differ in order, servers, seeded or kind of dataset.
+    Raises `InvalidArgument`, also if other Loaders of this name differ in order, servers, seeded, collate's name or
+    kind of dataset.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Loader:
         self.name = name if name is not None else f"of one Loader: {secrets.token_hex(8)}"
         self._timeout, self._work = timeout, Work(dataset, order, collate, seeded)
         self._terms = {"order": order.state(), "servers": servers, "seeded": seeded, "dataset": _kind_of(dataset)}
+        self._terms["collate"] = collate and _name_of(collate if hasattr(collate, "__qualname__") else type(collate))
         self._lock = threading.Lock()
         self._asked: dict[Key, int] = {}
         """What servers have been asked for and not told to let go, with the numbers of the requests."""
@@ -466,8 +468,13 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
+def _name_of(what: Any) -> str:
+    """Of a function or class. The same in all processes."""
+    return f"{what.__module__}.{what.__qualname__}"
+
+
 def _kind_of(dataset: Any) -> str:
-    kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
+    kind = _name_of(type(dataset))
     return f"{kind} of {len(dataset)}" if hasattr(type(dataset), "__len__") else kind
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -242,6 +243,10 @@ def other_terms(me: Rank) -> None:
         ]:
             with pytest.raises(InvalidArgument, match=message):
                 Loader(*arguments, name=name)
+        with pytest.raises(InvalidArgument, match=r"collate is .*\.padded, and a Loader named .* has None"):
+            Loader(Rows(100), Order(100, 10), name=name, collate=padded)
+    with Loader(Rows(100), Order(100, 10), name=f"{name} partial", collate=functools.partial(padded)):
+        Loader(Rows(100), Order(100, 10), name=f"{name} partial", collate=functools.partial(padded)).close()
 
 
 def test_loaders_of_one_name_must_agree() -> None:
