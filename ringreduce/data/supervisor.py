@@ -112,8 +112,11 @@ class _Supervisor:
                     self._hear(self._readers[fd])
                 elif (connection := accept(self._listener)) is not None:
                     self._add(connection)
+        self._listener.close()
         for pid, _ in self._servers.values():
             os.kill(pid, signal.SIGKILL)
+        for pid, _ in self._servers.values():
+            os.waitpid(pid, 0)  # not every container has a first process that does it
 
     def _add(self, connection: socket.socket) -> None:
         self._readers[connection.fileno()] = connection

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import signal
@@ -18,6 +19,8 @@ from distributed.harness import Rank, run
 from ringreduce.data import Loader, Order, loader, supervisor
 from ringreduce.data.messages import address
 from ringreduce.errors import InvalidArgument, SampleFailed, SystemFailure
+
+PR_SET_CHILD_SUBREAPER = 36
 
 
 def odd_steps(me: Rank) -> None:
@@ -153,3 +156,20 @@ def files_of(pid: int, kind: str) -> int:
 
 def test_a_batch_that_is_held_outlives_its_loader() -> None:
     run(held_after_the_end, 1)
+
+
+def leaves_no_zombies(me: Rank) -> None:
+    """This process gets the processes that their parent has left, as a container's first process does."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    with Loader(Rows(100), Order(100, 10), 3):
+        parent = loader._supervisors[-1]
+        until(lambda: len(servers_of(parent)) == 3)
+        servers = servers_of(parent)
+    until(lambda: not any(map(is_alive, [parent, *servers])))
+    for pid in servers:
+        with pytest.raises(ChildProcessError):
+            os.waitpid(pid, 0)
+
+
+def test_servers_that_end_leave_no_zombies() -> None:
+    run(leaves_no_zombies, 1)
