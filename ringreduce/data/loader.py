@@ -120,9 +120,8 @@ class Loader:
     def get(self, step: int, rank: int | None = None, size: int | None = None) -> Any:
         """The part of step `step`'s batch that belongs to rank `rank` of `size`; by default, of the default group.
 
-        The tensors are views of shared memory. Two batches can be held at a time: before `get` is called for a third
-        one, all that refers to the first one must go, or it raises `InvalidArgument`. Clone what is to stay. If several
-        readers share the batch, do not write to it.
+        The tensors are views of shared memory. At most one earlier batch may still be held, or it raises
+        `InvalidArgument`. Clone what is to stay. If several readers share the batch, do not write to it.
 
         The batches of the next steps are prepared meanwhile, so steps are best read in their order. Any step can be
         read at any time.
