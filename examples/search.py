@@ -17,6 +17,7 @@ import random
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -251,6 +252,10 @@ def main() -> None:
     parser.add_argument("--png", metavar="FILE", help="where the picture goes")
     parser.add_argument("--kill", type=int, default=-1, metavar="TRIAL", help="a rank of this trial dies in it")
     args = parser.parse_args()
+    for module, wanted in (("sklearn", True), ("matplotlib", args.png), ("optuna", args.optuna)):
+        if wanted and not find_spec(module):
+            package = module.replace("sklearn", "scikit-learn")
+            parser.error(f"{module} is not installed: python -m pip install {package}")
     rank, world, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), args.group_size
     if world % size:
         parser.error(f"--group-size is {size}, and {world} ranks cannot be divided by it")
@@ -262,6 +267,8 @@ def main() -> None:
     if LIFE:  # an earlier process of this rank has died
         lose(board, rank // size, f"rank {rank} died")
     else:
+        if args.how == "population":  # no team shall wait for one that dies before it starts
+            board.write(f"running {rank // size}", rank // size)
         torch.set_num_threads(1)
         digits = Digits()
         dist.init_process_group("ringreduce", store=dist.PrefixStore("groups", store), rank=rank, world_size=world)
@@ -273,13 +280,13 @@ def main() -> None:
             if args.how == "population"
         }
         dist.barrier()
-        board.store.set("began", str(time.monotonic()))
+        board.store.set("began", str(time.time()))
         team = Team(rank // size, teams[rank // size], groups[rank // size], board, digits, args)
         try:
             population(team, pairs, len(teams)) if args.how == "population" else search(team)
         except RingReduceError as error:
             lose(board, team.number, f"{error}")
-    seconds = time.monotonic() - float(board.store.get("began"))
+    seconds = time.time() - float(board.store.get("began"))
     if board.store.add("ended", 1) == world:  # whoever is the last one
         show(board, args, trials, seconds)
     if dist.is_initialized():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from frameworks.launch import torchrun
+from frameworks.launch import ROOT, environment, torchrun
 
 KEEP = ("--no-python", sys.executable, "-m", "ringreduce", "keep", sys.executable, "examples/search.py")
 
@@ -20,14 +21,31 @@ def search(*arguments: str, ranks: int = 2) -> tuple[list[tuple[int, int]], str]
     return [(int(trial), int(epochs)) for trial, epochs in rows], output
 
 
+def test_each_trial_has_a_row() -> None:
+    rows, output = search("--trials", "3", "--epochs", "1")
+    assert sorted(rows) == [(0, 1), (1, 1), (2, 1)] and "3 of 3 trials in" in output
+
+
+def test_a_package_that_is_missing_is_named() -> None:
+    program = (
+        "import runpy, sys; sys.modules['sklearn'] = None; runpy.run_path('examples/search.py', run_name='__main__')"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], check=False, cwd=ROOT, env=environment(), text=True, stderr=subprocess.PIPE
+    )
+    assert ran.returncode == 2 and ran.stderr.endswith("sklearn is not installed: python -m pip install scikit-learn\n")
+
+
+@pytest.mark.slow
 def test_a_killed_trial_is_named_and_the_others_finish(tmp_path: Path) -> None:
     picture = tmp_path / "search.png"
-    rows, output = search("--trials", "5", "--epochs", "3", "--kill", "1", "--png", str(picture))
-    assert sorted(rows) == [(0, 3), (2, 3), (3, 3), (4, 3)]
-    assert re.search(r"^trial 1 +was lost: rank [01] died$", output, re.M) and "4 of 5 trials in" in output
+    rows, output = search("--trials", "3", "--epochs", "2", "--kill", "1", "--png", str(picture))
+    assert sorted(rows) == [(0, 2), (2, 2)]
+    assert re.search(r"^trial 1 +was lost: rank [01] died$", output, re.M) and "2 of 3 trials in" in output
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_all_ranks_of_a_trial_end_together() -> None:
     """The program compares the numbers of epochs of a trial's ranks. One trial loses one of its two ranks."""
     rows, output = search(
@@ -47,6 +65,7 @@ def test_halving_finds_one_of_the_best() -> None:
     assert sum(epochs for _, epochs in halved) < 0.75 * sum(epochs for _, epochs in whole)
 
 
+@pytest.mark.slow
 def test_a_population_takes_over_what_is_better() -> None:
     rows, output = search("--how", "population", "--epochs", "4")
     assert sorted(rows) == [(0, 4), (1, 4)]
@@ -54,6 +73,24 @@ def test_a_population_takes_over_what_is_better() -> None:
     assert momenta[0] == momenta[1], "they had different ones"
 
 
+DIES_BEFORE_ITS_START = """
+import os, sys
+sys.path.insert(0, "examples")
+import search
+start = search.Team.start
+search.Team.start = lambda team, *arguments: os.kill(os.getpid(), 9) if team.number == 1 else start(team, *arguments)
+search.main()
+"""
+
+
+@pytest.mark.slow
+def test_a_population_does_not_wait_for_a_team_that_died_before_its_start() -> None:
+    program = (*KEEP[:-1], "-c", DIES_BEFORE_ITS_START, "--how", "population", "--epochs", "2")
+    output = torchrun(*program)
+    assert re.search(r"^trial 1 +was lost: rank 1 died$", output, re.M) and "1 of 2 trials in" in output
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not find_spec("optuna"), reason="Optuna is not installed: make ecosystem")
 def test_optuna(tmp_path: Path) -> None:
     rows, output = search("--optuna", str(tmp_path / "journal"), "--trials", "6", "--epochs", "3")
