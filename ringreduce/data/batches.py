@@ -111,7 +111,7 @@ def _stacked(samples: list[Any], laid_out: LaidOut, where: str) -> Any:
         if any(not isinstance(each, type(first)) or len(each) != len(first) for each in samples):
             raise ValueError(f"samples{where} are sequences of different kinds or lengths; the first has {len(first)}")
         columns = enumerate(zip(*samples, strict=True))
-        return _like(first, [_stacked([*each], laid_out, f"{where}[{number}]") for number, each in columns])
+        return like(first, [_stacked([*each], laid_out, f"{where}[{number}]") for number, each in columns])
     return samples
 
 
@@ -137,7 +137,7 @@ def _whole(batch: Any, laid_out: LaidOut) -> Any:
     if isinstance(batch, dict):
         return {key: _whole(value, laid_out) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
-        return _like(batch, [_whole(value, laid_out) for value in batch])
+        return like(batch, [_whole(value, laid_out) for value in batch])
     return batch
 
 
@@ -151,7 +151,7 @@ def _name(dtype: np.dtype[Any]) -> str:
     return dtype.name  # takes NumPy several microseconds
 
 
-def _like(example: Sequence[Any], values: list[Any]) -> Any:
+def like(example: Sequence[Any], values: list[Any]) -> Any:
     """`values` in a list or tuple of the example's kind."""
     make: Callable[..., Any] = type(example)
     return make(*values) if hasattr(example, "_fields") else make(values)
@@ -170,7 +170,7 @@ def _with_tensors(tree: Any, memory: Memory) -> Any:
     if isinstance(tree, dict):
         return {key: _with_tensors(value, memory) for key, value in tree.items()}
     if isinstance(tree, tuple | list):
-        return _like(tree, [_with_tensors(value, memory) for value in tree])
+        return like(tree, [_with_tensors(value, memory) for value in tree])
     return tree
 
 

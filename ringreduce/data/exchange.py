@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from ringreduce.common.failures import InvalidArgument
-from ringreduce.data.order import Order
+from ringreduce.data.batches import like
+from ringreduce.data.order import Order, integer
 from ringreduce.data.permutation import Ids, Permutation
 
 Rows = TypeVar("Rows", torch.Tensor, Sequence[torch.Tensor])
@@ -29,15 +30,16 @@ def exchange(
 
     rows: a tensor, or several that belong together (examples and labels), of equal length in the first dimension. They
         are not changed, so this takes twice their memory. All ranks have the same dtypes and row shapes.
-    order: its n is the number of rows of all ranks together.
+    order: its n is the number of rows of all ranks together. It shuffles.
     fraction: from 0 to 1.
 
     Returns new tensors, in the form of `rows`. Raises `InvalidArgument`, and what `all_to_all_single` raises.
     """
     tensors = [rows] if isinstance(rows, torch.Tensor) else [*rows]
-    _check(tensors, fraction)
+    _check(tensors, order, fraction)
+    epoch = integer("exchange", "epoch", epoch)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    lengths = torch.zeros(size, dtype=torch.int64)
+    lengths = torch.zeros(size, dtype=torch.int64, device="cpu")
     lengths[rank] = len(tensors[0])
     dist.all_reduce(lengths, group=group)
     if int(lengths.sum()) != order.n:
@@ -57,16 +59,19 @@ def exchange(
         dist.all_to_all_single(incoming, outgoing, receive_splits, send_splits, group=group)
         result[arrival] = incoming
         results.append(result)
-    return results[0] if isinstance(rows, torch.Tensor) else type(rows)(results)  # type: ignore[call-arg]
+    exchanged: Rows = results[0] if isinstance(rows, torch.Tensor) else like(rows, results)
+    return exchanged
 
 
-def _check(tensors: list[torch.Tensor], fraction: float) -> None:
+def _check(tensors: list[torch.Tensor], order: Order, fraction: float) -> None:
     if not tensors or any(not isinstance(each, torch.Tensor) or each.dim() == 0 for each in tensors):
         raise InvalidArgument("exchange: rows must be a tensor of at least one dimension, or a sequence of such")
     if len({len(each) for each in tensors}) > 1:
         raise InvalidArgument(f"exchange: rows have lengths {[len(each) for each in tensors]}; they must be equal")
-    if not 0 <= fraction <= 1:
-        raise InvalidArgument(f"exchange: fraction is {fraction}; give a number from 0 to 1")
+    if not isinstance(order, Order) or not order.shuffle:
+        raise InvalidArgument(f"exchange: order is {order!r:.100}; give a ringreduce.data.Order that shuffles")
+    if not isinstance(fraction, int | float | np.number) or not 0 <= fraction <= 1:
+        raise InvalidArgument(f"exchange: fraction is {fraction!r:.60}; give a number from 0 to 1")
 
 
 def _moved(length: int, fraction: float) -> int:

@@ -58,7 +58,7 @@ class Order:
 
         Raises `InvalidArgument`.
         """
-        step, rank, size = _integer("step", step), _integer("rank", rank), _integer("size", size)
+        step, rank, size = (integer("Order", *each) for each in (("step", step), ("rank", rank), ("size", size)))
         if not 0 <= rank < size:
             raise InvalidArgument(f"Order: rank is {rank} and size is {size}; rank must be from 0 to size - 1")
         if size > self.batch:
@@ -103,11 +103,11 @@ class Order:
         return f"Order(n={self.n}, batch={self.batch}, seed={self.seed}{'' if self.shuffle else ', shuffle=False'})"
 
 
-def _integer(name: str, value: Any) -> int:
+def integer(where: str, name: str, value: Any) -> int:
     """Accepts what can be an index, such as an integer of NumPy or a tensor of one."""
     try:
         if not isinstance(value, bool):
             return operator.index(value)
     except TypeError:
         pass
-    raise InvalidArgument(f"Order: {name} is {value!r:.60}; give an integer")
+    raise InvalidArgument(f"{where}: {name} is {value!r:.60}; give an integer")

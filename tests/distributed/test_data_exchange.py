@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 import torch
@@ -58,10 +60,34 @@ def wrong(me: Rank) -> None:
             ((torch.zeros(3), Order(7, 2), 0), r"rows are \[3, 3\] by rank, in all 6; order.n is 7"),
             (((torch.zeros(3), torch.zeros(2)), Order(6, 2), 0), r"lengths \[3, 2\]; they must be equal"),
             ((torch.zeros(3), Order(6, 2), 0, 1.5), "fraction is 1.5"),
+            ((torch.zeros(3), Order(6, 2), 0, None), "fraction is None"),
+            ((torch.zeros(3), Order(6, 2), "a"), "epoch is 'a'; give an integer"),
+            ((torch.zeros(3), 6, 0), "order is 6; give a ringreduce.data.Order that shuffles"),
+            (
+                (torch.zeros(3), Order(6, 2, shuffle=False), 0),
+                "shuffle=False.*; give a ringreduce.data.Order that shuf",
+            ),
             ((torch.zeros(()), Order(6, 2), 0), "at least one dimension"),
         ]:
             with pytest.raises(InvalidArgument, match=message):
                 exchange(*arguments)
+
+
+class Pair(NamedTuple):
+    ids: torch.Tensor
+    labels: torch.Tensor
+
+
+def named(me: Rank) -> None:
+    """Rows in a named tuple, under a default device that is not theirs."""
+    ids = torch.arange(4) + 4 * me.rank
+    with me.join(), torch.device("meta"):
+        pair = exchange(Pair(ids, 2 * ids), Order(8, 2), 0, np.float32(1))
+    assert isinstance(pair, Pair) and torch.equal(pair.labels, 2 * pair.ids)
+
+
+def test_rows_keep_their_form() -> None:
+    run(named, 2)
 
 
 def test_wrong_arguments() -> None:
