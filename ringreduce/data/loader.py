@@ -57,18 +57,19 @@ class Loader:
     with the last of these Loaders. A batch that several of them read is prepared once. The memory of a batch is used
     again when nobody holds its tensors any more.
 
-    dataset: has `__getitem__(id)`, or `__getitems__(ids)`, which returns the samples in a list, or their whole batch. A
-        sample is a tensor, an array, a number, or a tuple, list or dict of samples. It is stacked with others of its
-        shape; what is not numeric is handed on in a list.
-    order: which ids are read in which step.
-    servers: processes; step k is prepared by server k % servers.
-    ahead: how many batches are prepared before they are asked for.
-    name: whose servers to share. Put all into it that decides what the samples are. None: servers of this Loader alone.
-    collate: makes one batch of a list of samples, instead of stacking.
-    seeded: before each sample, the generators of Python, NumPy and torch are seeded by (order.seed, epoch, id), so
-        random augmentation of an id is the same, whoever prepares it. With `__getitems__` they are seeded once for each
-        rank's part of a batch. False saves about 10 us a sample.
-    timeout: seconds that `get` waits for a batch.
+    - `dataset`: has `__getitem__(id)`, or `__getitems__(ids)`, which returns the samples in a list, or their whole
+      batch. A sample is a tensor, an array, a number, or a tuple, list or dict of samples. It is stacked with others of
+      its shape; what is not numeric is handed on in a list.
+    - `order`: which ids are read in which step.
+    - `servers`: processes; step k is prepared by server k % servers.
+    - `ahead`: how many batches are prepared before they are asked for.
+    - `name`: whose servers to share. Loaders whose samples differ (path, augmentation, collate) need different names.
+      None: servers of this Loader alone.
+    - `collate`: makes one batch of a list of samples, instead of stacking.
+    - `seeded`: before each sample, the generators of Python, NumPy and torch are seeded by (order.seed, epoch, id), so
+      random augmentation of an id is the same, whoever prepares it. With `__getitems__` they are seeded once for each
+      rank's part of a batch. False saves about 10 us a sample.
+    - `timeout`: seconds that `get` waits for a batch.
 
     Raises `InvalidArgument`, also if other Loaders of this name differ in order, servers, seeded, collate's name or
     kind of dataset.
