@@ -14,6 +14,17 @@ namespace {
 // Where the blame for a timeout is looked for: a rank that waits says so again at least this often.
 Nanoseconds sign_of_life(const Call& call) { return std::min(kSecond / 2, call.timeout / 2); }
 
+// For whom this rank waits; -1: for nobody. Once it has done its part, that is a peer whose socket does not take what
+// is left to be sent.
+int awaited(const Team& team, const Execution& execution) {
+  if (execution.blocked_on() >= 0 || team.links() == nullptr) return execution.blocked_on();
+  return team.links()->behind();
+}
+
+std::string at(const Execution& execution) {
+  return execution.blocked_on() < 0 ? " to take what was sent to it" : " at " + execution.position();
+}
+
 std::uint64_t next_number() {
   static std::atomic<std::uint64_t> latest{0};
   return ++latest;
@@ -168,19 +179,20 @@ void SharedMemoryEngine::look(const Call& call, std::uint64_t seq, const Executi
   for (int r = 0; r < team_->size(); ++r)
     if (r != team_->rank() && differ(team_->control(team_->rank()), team_->control(r)))
       throw Error(ErrorKind::mismatch, "", r);
+  const int blocked_on = awaited(*team_, execution);
   for (int r : team_->fate().gone()) {
     const RankControl& peer = team_->control(r);
     if (peer.completed.load(std::memory_order_acquire) >= seq) continue;  // it has done its part of this call
     // This rank cannot see how far a rank of another host has come. The rank that waits for it tells the others.
-    if (team_->elsewhere(r) && r != execution.blocked_on()) continue;
+    if (blocked_on < 0 || (team_->elsewhere(r) && r != blocked_on)) continue;
     throw Error(ErrorKind::peer_lost,
                 title(call, seq) + ": " + team_->fate().describe(r) + " " + team_->fate().how_gone(r) + "; " +
-                    number(team_->rank()) + " waited for " + number(execution.blocked_on()) +
-                    team_->way_to(execution.blocked_on()) + " at " + execution.position(),
+                    number(team_->rank()) + " waited for " + number(blocked_on) + team_->way_to(blocked_on) +
+                    at(execution),
                 r);
   }
   team_->fate().throw_if_over(seq);
-  if (waited >= call.timeout) throw_timeout(call, seq, execution, waited);
+  if (waited >= call.timeout && blocked_on >= 0) throw_timeout(call, seq, execution, blocked_on, waited);
 }
 
 void SharedMemoryEngine::waits_for(int peer) {
@@ -224,7 +236,7 @@ void SharedMemoryEngine::throw_mismatch(const Call& call, std::uint64_t seq, int
   throw different_calls(*team_, peer, title(call, seq));
 }
 
-void SharedMemoryEngine::throw_timeout(const Call& call, std::uint64_t seq, const Execution& execution,
+void SharedMemoryEngine::throw_timeout(const Call& call, std::uint64_t seq, const Execution& execution, int blocked_on,
                                        Nanoseconds waited) const {
   const Nanoseconds t = now();
   const int own = team_->rank();
@@ -237,11 +249,10 @@ void SharedMemoryEngine::throw_timeout(const Call& call, std::uint64_t seq, cons
     return here && alive && peer >= 0 && peer < team_->size() ? peer : -1;
   };
 
-  const int culprit = end_of_chain(execution.blocked_on(), waiting_for);
+  const int culprit = end_of_chain(blocked_on, waiting_for);
   std::string text = title(call, seq) + ": " + number(own) + " waited the timeout of " + in_seconds(waited) + " for " +
-                     number(execution.blocked_on()) + team_->way_to(execution.blocked_on()) + " at " +
-                     execution.position() + "; " + team_->fate().describe(culprit) +
-                     (culprit == execution.blocked_on() ? "" : team_->way_to(culprit)) +
+                     number(blocked_on) + team_->way_to(blocked_on) + at(execution) + "; " +
+                     team_->fate().describe(culprit) + (culprit == blocked_on ? "" : team_->way_to(culprit)) +
                      " is what the group waits for.";
   for (int r = 0; r < team_->size(); ++r) {
     if (r == own) continue;

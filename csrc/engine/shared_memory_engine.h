@@ -37,7 +37,7 @@ class SharedMemoryEngine final : public Engine {
   template <class F>
   int end_of_chain(int peer, F waiting_for) const;
   [[noreturn]] void throw_mismatch(const Call& call, std::uint64_t seq, int peer) const;
-  [[noreturn]] void throw_timeout(const Call& call, std::uint64_t seq, const Execution& execution,
+  [[noreturn]] void throw_timeout(const Call& call, std::uint64_t seq, const Execution& execution, int blocked_on,
                                   Nanoseconds waited) const;
 
   const std::shared_ptr<Team> team_;

@@ -267,6 +267,15 @@ void Connections::believe_leave(int peer, Link& link) {
   if (said && !std::exchange(link.left, true)) user_.left(peer);
 }
 
+int Connections::behind() const {
+  const std::lock_guard lock(mutex_);
+  for (const auto& [peer, link] : links_)
+    if (!link.queue.empty() || std::any_of(link.connections.begin(), link.connections.end(),
+                                           [](const auto& connection) { return connection->unsent() > 0; }))
+      return peer;
+  return -1;
+}
+
 // Gives up what was to be sent, and closes.
 void Connections::discard(Link& link) {
   std::size_t dropped = link.queue.size();

@@ -80,6 +80,8 @@ class Connections {
 
   // Whether all that was to be sent has been handed to the kernel.
   bool sent() const { return unsent_.load(std::memory_order_acquire) == 0; }
+  // A peer that something is still to be sent to; -1 if there is none.
+  int behind() const;
   // Whether a connection would take a frame to the peer next. A user with much to send asks this first, so that a more
   // important frame can still go before it.
   bool takes_next(int peer) const;

@@ -45,6 +45,7 @@ class Links final : private Connections::User {
   void add(int peer, int socket, std::string path) { connections_.add(peer, socket, std::move(path)); }
   void settle() { connections_.settle(); }
   bool sent() const { return connections_.sent(); }
+  int behind() const { return connections_.behind(); }
   void forget_lent() { connections_.forget_lent(); }
   bool progress() { return connections_.progress(); }
   void doze() const { connections_.doze(); }
