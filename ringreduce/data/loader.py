@@ -366,7 +366,8 @@ class Loader:
             return False
         connection.settimeout(self._timeout)
         try:
-            connection.send(b"welcome?")
+            with contextlib.suppress(ConnectionError):  # of one that has ended, and may have said why
+                connection.send(b"welcome?")
             welcome = _welcome(connection)
         except OSError as error:
             connection.close()
