@@ -46,9 +46,10 @@ def exchange(
         raise InvalidArgument(
             f"exchange: rows are {lengths.tolist()} by rank, in all {lengths.sum()}; order.n is {order.n}"
         )
-    places, target, source = _places(lengths.numpy(), rank, order, epoch, fraction)
-    _, send_splits = _by_rank(target, lengths.numpy(), fraction)
-    owners, receive_splits = _by_rank(source, lengths.numpy(), fraction)
+    moved = np.array([round(length * fraction) for length in lengths.tolist()])
+    places, target, source = _places(int(lengths[rank]), moved, rank, order, epoch)
+    _, send_splits = _by_rank(target, moved)
+    owners, receive_splits = _by_rank(source, moved)
     # A rank sends its rows in the order of their new places, and each receiver has them in the order of the senders.
     sent = torch.from_numpy(places[np.argsort(target, kind="stable")])
     arrival = torch.from_numpy(places[np.argsort(owners, kind="stable")])
@@ -74,27 +75,21 @@ def _check(tensors: list[torch.Tensor], order: Order, fraction: float) -> None:
         raise InvalidArgument(f"exchange: fraction is {fraction!r:.60}; give a number from 0 to 1")
 
 
-def _moved(length: int, fraction: float) -> int:
-    return round(length * fraction)
+def _places(length: int, moved: Ids, rank: int, order: Order, epoch: int) -> tuple[Ids, Ids, Ids]:
+    """Which of this rank's `length` rows take part, in ascending order; where each of them goes; which row replaces it.
 
-
-def _places(lengths: Ids, rank: int, order: Order, epoch: int, fraction: float) -> tuple[Ids, Ids, Ids]:
-    """Which of this rank's rows take part, in ascending order; where each of them goes; which row replaces it.
-
-    The latter two are positions among all rows that take part, rank after rank.
+    The latter two are positions among all rows that take part, rank after rank. `moved`: how many there are by rank.
     """
-    moved = np.array([_moved(int(each), fraction) for each in lengths])
     first, count = int(moved[:rank].sum()), int(moved[rank])
     places = np.arange(count)
-    if count < lengths[rank]:
-        places = np.sort(Permutation(int(lengths[rank]), order.seed, epoch, rank + 1).at(places))
+    if count < length:
+        places = np.sort(Permutation(length, order.seed, epoch, rank + 1).at(places))
     own = np.arange(first, first + count)
     shuffle = Permutation(max(1, int(moved.sum())), order.seed, epoch)
     return places, shuffle.positions_of(own), shuffle.at(own)
 
 
-def _by_rank(positions: Ids, lengths: Ids, fraction: float) -> tuple[Ids, list[int]]:
+def _by_rank(positions: Ids, moved: Ids) -> tuple[Ids, list[int]]:
     """Which rank each of these positions belongs to, and how many belong to each rank."""
-    ends = np.cumsum([_moved(int(each), fraction) for each in lengths])
-    ranks = np.searchsorted(ends, positions, side="right")
-    return ranks, np.bincount(ranks, minlength=len(lengths)).tolist()
+    ranks = np.searchsorted(np.cumsum(moved), positions, side="right")
+    return ranks, np.bincount(ranks, minlength=len(moved)).tolist()

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -38,15 +38,15 @@ from ringreduce.data.messages import (
     next_message,
 )
 from ringreduce.data.order import Order
-from ringreduce.data.sampler import step_of
 from ringreduce.data.server import Work
+from ringreduce.data.steps import Steps
 
 MOST_DEATHS = 3
 """How often a server may die while this reader waits for one batch."""
 MOST_SERVERS = 256
 
 
-class Loader:
+class Loader(Steps[Any]):
     """Batches of a dataset, prepared by server processes that all ranks of a host can share.
 
         order = data.Order(len(dataset), batch=256)
@@ -145,24 +145,8 @@ class Loader:
             filled, memory = self._wait_for(key)
             return self._hand_out(key, step, filled, memory)
 
-    def __iter__(self) -> Iterator[Any]:
-        """The batches from step `self.step` to the end of the epoch that it is in. `self.step` counts them."""
-        end = self.order.steps(self.order.epoch(self.step) + 1)
-        while self.step < end:
-            self.step += 1  # before the batch is used, so that a checkpoint in the loop's body says what comes next
-            yield self.get(self.step - 1)
-
-    def __len__(self) -> int:
-        """How many batches an iteration that starts now has."""
-        return self.order.steps(self.order.epoch(self.step) + 1) - self.step
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where an iteration goes on, for a checkpoint. The same for any number of ranks."""
-        return {"step": self.step, "order": self.order.state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises `InvalidArgument` if the state is of another order."""
-        self.step = step_of(state, self.order)
+    def batch_of(self, step: int) -> Any:
+        return self.get(step)
 
     def close(self) -> None:
         """Ends this Loader, and with the last Loader of its name the servers. Tensors that are held stay valid."""

@@ -8,6 +8,7 @@ import os
 import random
 import select
 import socket
+import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable
@@ -22,12 +23,14 @@ from ringreduce.data.batches import Failure, LaidOut, lay_out, lay_out_whole
 from ringreduce.data.messages import ASKED, DONE, FILLED, WANT, Filled, Key, accept, next_message
 from ringreduce.data.order import Order
 from ringreduce.data.permutation import mixed
-from ringreduce.network.local import close_all, shared_memory
+from ringreduce.network.local import close_all, send, shared_memory
 
 KEPT = 16
 """Batches that nobody reads any more and that are kept for a reader that is behind."""
 NO_SHARE = (0, 0)
 """Of a reader that reads no part of the batches."""
+PATIENCE = 5.0
+"""Seconds in which other processes must have received descriptors that are under way, where these are too many."""
 ROOM = 1.25
 """A new slot has so many times the bytes of its first batch, for batches that are a little larger."""
 
@@ -245,10 +248,7 @@ class Server:
         fds = [] if reader in slot.known_to else [slot.fd]
         slot.known_to.add(reader)
         with contextlib.suppress(OSError):  # a reader that has gone is found by `poll`
-            if fds:
-                socket.send_fds(reader.connection, [FILLED.pack(request, *slot.filled)], fds)
-            else:
-                reader.connection.send(FILLED.pack(request, *slot.filled))
+            send(reader.connection, FILLED.pack(request, *slot.filled), fds, time.monotonic() + PATIENCE)
 
 
 class _OfId(Exception):
