@@ -12,6 +12,7 @@ docs/compression.md says when this pays, what each way costs, and how large the 
 import math
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -21,8 +22,9 @@ from torch._C._distributed_c10d import GradBucket
 from ringreduce import _C
 from ringreduce.api import Work, all_gather_single, all_reduce, all_to_all_single
 from ringreduce.errors import InvalidArgument
+from ringreduce.groups.between_hosts import PACKED
 
-WIRE_DTYPES = ("bfloat16", "int8", "int4")
+WIRE_DTYPES = tuple(name for name, share in PACKED.items() if share < 1)
 
 
 class Compressed:
@@ -36,8 +38,9 @@ class Compressed:
     def __call__(self, group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         gradient = bucket.buffer()
         if self._kind == "topk":
-            rest = self._buckets.state_of(bucket, lambda: torch.zeros_like(gradient, dtype=torch.float32))
-            return _average_largest(gradient, rest if self._feedback else torch.zeros_like(rest), self._share, group)
+            zeros = partial(torch.zeros_like, gradient, dtype=torch.float32)
+            rest = self._buckets.state_of(bucket, zeros) if self._feedback else zeros()
+            return _average_largest(gradient, rest, self._share, group)
         rests = self._buckets.state_of(bucket, _C.Feedback) if self._feedback else None
         work = all_reduce(gradient, dist.ReduceOp.AVG, group, async_op=True, wire_dtype=self._kind, feedback=rests)
         assert work is not None
