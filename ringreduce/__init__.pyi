@@ -21,7 +21,6 @@ from ringreduce import (
 from ringreduce._C import Feedback as Feedback
 from ringreduce.api import (
     P2POp as P2POp,
-    agree as agree,
     all_gather as all_gather,
     all_gather_into_tensor as all_gather_into_tensor,
     all_gather_single as all_gather_single,
@@ -49,7 +48,7 @@ from ringreduce.config import Options as Options
 from ringreduce.groups.arena import arena_stats as arena_stats, share_allocations as share_allocations
 from ringreduce.groups.as_gloo import as_gloo as as_gloo
 from ringreduce.groups.stats import dump_flight_record as dump_flight_record, stats as stats, topology_of as topology_of
-from ringreduce.groups.survivors import Agreement as Agreement
+from ringreduce.groups.survivors import Agreement as Agreement, agree as agree
 from ringreduce.groups.tensors import (
     empty as empty,
     empty_like as empty_like,

@@ -43,7 +43,6 @@ from ringreduce.common.units import duration
 from ringreduce.errors import InvalidArgument
 from ringreduce.gpu import arrays, nccl
 from ringreduce.groups.lookup import backend_of, registered
-from ringreduce.groups.survivors import Agreement, survivors_of
 from ringreduce.groups.tensors import copy_values, from_numpy
 
 Array: TypeAlias = torch.Tensor | np.ndarray[Any, Any]
@@ -303,24 +302,6 @@ def monitored_barrier(
     backend.monitored_barrier(
         backend.options._timeout if timeout is None else duration("timeout", timeout), wait_all_ranks
     )
-
-
-def agree(group: Group = None, timeout: timedelta | float | None = None) -> Agreement:
-    """Which ranks of `group` are lost: the same answer on all survivors, also if ranks die meanwhile.
-
-    For a group that has failed; one that has not is aborted. Returns when every rank has called or has ended, or has
-    not called for `timeout` after this one (a number is in seconds; the group's by default): then it is lost to the
-    others, and if it calls later, it gets `Expelled`. After that `dist.shrink_group(agreed.lost)` makes the survivors'
-    group. If another rank dies in it, `agree` can be called again, on the old group. docs/elastic_how.md says who
-    decides, and how.
-
-    Raises `Expelled` if the others have given this rank up, and `SystemFailure` if the ranks cannot reach the store
-    that they agree by.
-    """
-    backend = backend_of(group)
-    backend.abort()
-    seconds = (backend.options._timeout if timeout is None else duration("timeout", timeout)).total_seconds()
-    return survivors_of(backend).agree(backend, seconds)
 
 
 def isend(tensor: Array, dst: Rank = None, group: Group = None, tag: int = 0, group_dst: Rank = None) -> dist.Work:

@@ -15,6 +15,7 @@ import functools
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -26,10 +27,11 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from ringreduce._autoload import NAME
 from ringreduce._C import ProcessGroupRing
 from ringreduce.common.ranks import call_ranks
+from ringreduce.common.units import duration
 from ringreduce.coordination.ledger import Ledger
 from ringreduce.coordination.torch_store import KeyStore
 from ringreduce.errors import CollectiveTimeout, PeerLost
-from ringreduce.groups.lookup import found_in
+from ringreduce.groups.lookup import backend_of, found_in
 
 if TYPE_CHECKING:
     from ringreduce.coordination.protocol import View
@@ -178,6 +180,24 @@ class Survivors:
         """How messages name ranks of this group."""
         each = ", ".join(self.lineage.call(rank, self.first_ranks[rank]) for rank in ranks)
         return each if len(ranks) == 1 else f"ranks {each.replace('rank ', '')}"
+
+
+def agree(group: dist.ProcessGroup | None = None, timeout: timedelta | float | None = None) -> Agreement:
+    """Which ranks of `group` are lost: the same answer on all survivors, also if ranks die meanwhile.
+
+    For a group that has failed; one that has not is aborted. Returns when every rank has called or has ended, or has
+    not called for `timeout` after this one (a number is in seconds; the group's by default): then it is lost to the
+    others, and if it calls later, it gets `Expelled`. After that `dist.shrink_group(agreed.lost)` makes the survivors'
+    group. If another rank dies in it, `agree` can be called again, on the old group. docs/elastic_how.md says who
+    decides, and how.
+
+    Raises `Expelled` if the others have given this rank up, and `SystemFailure` if the ranks cannot reach the store
+    that they agree by.
+    """
+    backend = backend_of(group)
+    backend.abort()
+    seconds = (backend.options._timeout if timeout is None else duration("timeout", timeout)).total_seconds()
+    return survivors_of(backend).agree(backend, seconds)
 
 
 def survivors_of(group: ProcessGroupRing) -> Survivors:

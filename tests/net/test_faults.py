@@ -6,6 +6,7 @@ Times are bounded from below and above, and each fault has its control: the same
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -302,7 +303,9 @@ def test_abort_wakes_all_waiting_ranks(network: Network, placement: list[int]) -
 
 
 def leave_early(me: Rank) -> Any:
-    with me.join(timeout=20):
+    # If the others are gone before rank 1, it hears that they made a call that it never made.
+    ending = contextlib.suppress(CollectiveMismatch) if me.rank == 1 else contextlib.nullcontext()
+    with ending, me.join(timeout=20):
         all_reduce(me, 1000, 0)
         if me.rank == 1:
             return None
