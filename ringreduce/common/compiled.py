@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sysconfig
+import sys
 from importlib import import_module
 from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
@@ -31,7 +31,7 @@ def file_for(torch_version: str) -> Path:
 
 def open_module(name: str) -> ModuleType:
     """The file for the torch that is installed, as the module `name`. Raises ImportError, which says what to do."""
-    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+    if "t" in sys.abiflags:
         raise ImportError("ringreduce does not run on a free-threaded Python; use one with the GIL")
     try:
         import torch
