@@ -38,7 +38,7 @@ from ringreduce.data.messages import (
     next_message,
 )
 from ringreduce.data.order import Order
-from ringreduce.data.server import Work
+from ringreduce.data.server import Recipe
 from ringreduce.data.steps import Steps
 
 MOST_DEATHS = 3
@@ -99,7 +99,7 @@ class Loader(Steps[Any]):
             raise InvalidArgument(f"Loader: timeout is {timeout!r}; give seconds, more than 0")
         self.order, self.servers, self.ahead, self.step = order, servers, ahead, 0
         self.name = name if name is not None else f"of one Loader: {secrets.token_hex(8)}"
-        self._timeout, self._work = timeout, Work(dataset, order, collate, seeded)
+        self._timeout, self._recipe = timeout, Recipe(dataset, order, collate, seeded)
         self._terms = {"order": order.state(), "servers": servers, "seeded": seeded, "dataset": _kind_of(dataset)}
         self._terms["collate"] = collate and _name_of(collate if hasattr(collate, "__qualname__") else type(collate))
         self._lock = threading.Lock()
@@ -381,7 +381,7 @@ class Loader(Steps[Any]):
         """A connection to a new supervisor; None if another process starts one."""
         if (listener := listen(self.name)) is None:
             return None
-        connection, pid = supervisor.start(self.name, listener, self._terms, self._work)
+        connection, pid = supervisor.start(self.name, listener, self._terms, self._recipe)
         _supervisors.append(pid)
         return connection
 

@@ -35,8 +35,8 @@ ROOM = 1.25
 """A new slot has so many times the bytes of its first batch, for batches that are a little larger."""
 
 
-class Work(NamedTuple):
-    """What servers do."""
+class Recipe(NamedTuple):
+    """What batches are made from, and how."""
 
     dataset: Any
     order: Order
@@ -70,7 +70,7 @@ class Slot:
 
 
 class Server:
-    """Serves `work` to whoever connects to `listener`. One thread.
+    """Serves `recipe` to whoever connects to `listener`. One thread.
 
     current[0]: where it notes the id that the dataset is asked for, or -1, so that the supervisor can name it if this
     process dies.
@@ -79,8 +79,8 @@ class Server:
     reader that has fallen behind others of its part catches up, and then each batch is made once for all of them.
     """
 
-    def __init__(self, work: Work, listener: socket.socket, current: memoryview) -> None:
-        self._work, self._listener, self._current = work, listener, current
+    def __init__(self, recipe: Recipe, listener: socket.socket, current: memoryview) -> None:
+        self._recipe, self._listener, self._current = recipe, listener, current
         self._readers: dict[int, Reader] = {}
         self._wanted: dict[Key, dict[Reader, int]] = {}
         """Who waits for a batch, with the numbers of their requests."""
@@ -169,7 +169,7 @@ class Server:
 
     def _share(self, key: Key) -> Key:
         """Which part of a batch it is: where that begins in the batch, and how long it is."""
-        return key[0] % self._work.order.batch, key[1] - key[0]
+        return key[0] % self._recipe.order.batch, key[1] - key[0]
 
     def _free_slot(self, key: Key) -> None:
         self._kept.pop(key, None)
@@ -192,7 +192,7 @@ class Server:
             self._tell(reader, request, slot)
 
     def _prepared(self, key: Key) -> LaidOut:
-        dataset, order, collate, seeded = self._work
+        dataset, order, collate, seeded = self._recipe
         ids = order.ids_at(*key).tolist()
         samples: Any
         if hasattr(dataset, "__getitems__"):

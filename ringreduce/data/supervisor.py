@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from ringreduce.data.messages import accept, listen, next_message
-from ringreduce.data.server import Server, Work
+from ringreduce.data.server import Recipe, Server
 
 PR_SET_NAME, PR_SET_PDEATHSIG = 15, 1
 
@@ -33,7 +33,7 @@ TITLE = "data supervisor"
 """How `ps` shows supervisors; servers are called "data server 0" and so on."""
 
 
-def start(name: str, listener: socket.socket, terms: dict[str, Any], work: Work) -> tuple[socket.socket, int]:
+def start(name: str, listener: socket.socket, terms: dict[str, Any], recipe: Recipe) -> tuple[socket.socket, int]:
     """Forks a supervisor, whose readers come to `listener`. Returns a connection to it, and its process.
 
     `terms`: what all its readers must agree on; terms["servers"] is how many servers it keeps. If it cannot start them,
@@ -56,7 +56,7 @@ def start(name: str, listener: socket.socket, terms: dict[str, Any], work: Work)
         _become(TITLE, keep=(listener.fileno(), theirs.fileno()))
         torch.set_num_threads(1)
         gc.freeze()  # so that collections of garbage do not copy memory that is shared with the parent
-        _Supervisor(name, listener, terms, work).run(theirs)
+        _Supervisor(name, listener, terms, recipe).run(theirs)
     except BaseException as error:
         with contextlib.suppress(OSError):
             theirs.send(json.dumps({"failed": f"{error!r:.1000}"}).encode())
@@ -81,8 +81,8 @@ def _become(title: str, keep: Iterable[int]) -> None:
 
 
 class _Supervisor:
-    def __init__(self, name: str, listener: socket.socket, terms: dict[str, Any], work: Work) -> None:
-        self._listener, self._terms, self._work = listener, terms, work
+    def __init__(self, name: str, listener: socket.socket, terms: dict[str, Any], recipe: Recipe) -> None:
+        self._listener, self._terms, self._recipe = listener, terms, recipe
         # The servers' own names: an earlier supervisor of this name may have ended before its servers.
         servers_name = f"{name} {secrets.token_hex(8)}"
         self._welcome = {"name": servers_name, "terms": terms}
@@ -143,7 +143,7 @@ class _Supervisor:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() == parent:
                 _become(f"data server {number}", keep=(self._doors[number].fileno(),))
-                Server(self._work, self._doors[number], self._current[number : number + 1]).run()
+                Server(self._recipe, self._doors[number], self._current[number : number + 1]).run()
         except BaseException:
             traceback.print_exc()
             sys.stderr.flush()

@@ -140,7 +140,9 @@ class World:
         """Calls `function()` and returns its result, once all members have completed theirs.
 
         If a member is lost meanwhile, `attempt` returns on no member: the others go on without the lost one and call
-        `function` again. Before each call of `function`, processes that wait to join are let in.
+        `function` again. Before each call of `function`, processes that wait to join are let in. If a member is lost
+        when all have completed, some members may return with the new `size` and some with the old one, so use `size`
+        and `rank` inside `function`.
 
         If `function` raises an error that is not a failure of the group, the error is raised here. The other members
         go on without this one unless it calls `attempt` again. If such an error comes while the members vote, as

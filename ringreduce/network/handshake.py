@@ -30,7 +30,8 @@ from ringreduce.network.paths import Path
 
 Result = TypeVar("Result")
 
-VERSION = 1
+VERSION = 2
+"""Of all that goes over a link. Ranks with different ones refuse each other."""
 
 MAGIC = b"ringrdc\n"
 _NONCE = 32

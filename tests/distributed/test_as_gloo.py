@@ -161,6 +161,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("value", "kind"),
     [

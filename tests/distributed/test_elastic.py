@@ -76,21 +76,21 @@ def train(me: Rank, first: int, end: dict[str, int], **other: Any) -> dict[str, 
     began = state.step
     attempts = 0
 
-    def backward() -> int:
+    def backward() -> bool:
         nonlocal attempts
         attempts += 1
         optimizer.zero_grad()
         loss_of(model, state.step, world.rank, world.size).backward()
         over = torch.tensor([int(not end.get("told") or me.store.check(["over"]))])
         dist.all_reduce(over, dist.ReduceOp.MAX)  # in which the dead have no part
-        return int(over)
+        return bool(over) and world.size == end.get("size", world.size)
 
     me.report("begins")
     while state.step < STEPS or state.together < 5 * bool(end):
-        over = world.attempt(backward)
+        right = world.attempt(backward)
         optimizer.step()
         state.step += 1
-        right = over and world.size == end.get("size", world.size) and state.step > end.get("step", 0)
+        right = right and state.step > end.get("step", 0)
         state.together = state.together + 1 if right else 0
         if not right:
             time.sleep(0.002)

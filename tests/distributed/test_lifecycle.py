@@ -512,6 +512,7 @@ def growth(me: Rank, groups: Callable[[Rank, int], Iterator[None]], count: int) 
     return grown | {"resident KB": 4 * min(after - before for before, after in pairwise(resident))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", (subgroups, default_groups))
 def test_a_thousand_groups_leave_nothing_behind(groups: Callable[[Rank, int], Iterator[None]]) -> None:
     for grown in run(growth, 2, groups, 1000):

@@ -264,6 +264,7 @@ def counted(me: Rank) -> None:
 # lines
 
 
+@pytest.mark.slow
 def test_debug_lines(capfd: Any, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(

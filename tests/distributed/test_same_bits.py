@@ -48,6 +48,7 @@ def interpreted(library: Any, text: str) -> list[list[bytes]]:
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_a_plan_gives_the_same_bits_whoever_runs_it(interpreter: Any, name: str) -> None:
     verify(PLANS[name])

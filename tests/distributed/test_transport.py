@@ -122,6 +122,7 @@ def both(me: Rank, plans: list[str]) -> tuple[list[bytes], list[bytes]]:
     return bits(me, "gloo", SMALL, plans), bits(me, "shared", IN_SHARED_MEMORY, plans)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "reduce"])
 def test_the_same_plan_gives_the_same_bits(collective: str, ranks: int) -> None:

@@ -89,6 +89,7 @@ def test_the_first_group_writes_the_file(tmp_path: Path) -> None:
     assert run(calls, 2, ["auto"] * 2, tmp_path) == decided
 
 
+@pytest.mark.slow
 def test_measuring_gives_a_cell_for_every_task() -> None:
     work = [
         Task(name, 256, tuple(Candidate(algorithm, 0) for algorithm in algorithms))
@@ -104,6 +105,7 @@ def test_measuring_gives_a_cell_for_every_task() -> None:
         assert 0 < cell.seconds <= cell.model_seconds
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_is_told() -> None:
     wrong = Task("all_reduce", 64, (Candidate("star", 0), Candidate("ring", 0)))
     with pytest.raises(ringreduce.errors.RingReduceError, match=r"rank . of 2"):

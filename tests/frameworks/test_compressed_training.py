@@ -92,6 +92,7 @@ class Hooked:
         return hooks.compressed(self.kind, **self.arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("task", "kind"), (("digits", "topk"), ("loud feature", "int4")))
 def test_feedback_decides(task: str, kind: str) -> None:
     """With it the mean loss lies among those that float32 has by seed; without it, above them all."""

@@ -21,6 +21,7 @@ def search(*arguments: str, ranks: int = 2) -> tuple[list[tuple[int, int]], str]
     return [(int(trial), int(epochs)) for trial, epochs in rows], output
 
 
+@pytest.mark.slow
 def test_each_trial_has_a_row() -> None:
     rows, output = search("--trials", "3", "--epochs", "1")
     assert sorted(rows) == [(0, 1), (1, 1), (2, 1)] and "3 of 3 trials in" in output

@@ -244,6 +244,7 @@ def simulate(program: Path, seed: int, operations: int) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+@pytest.mark.slow
 def test_no_schedule_breaks_an_invariant(objects: dict[str, Path], tmp_path: Path) -> None:
     seed = 1 if os.environ.get("CI") else random.randrange(10**9)
     code, said = simulate(link(tmp_path, *objects.values()), seed, OPERATIONS)

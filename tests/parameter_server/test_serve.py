@@ -235,6 +235,7 @@ def pushes_until_done(me: Rank, port: int) -> float:
     return float(n)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ended", "how", "status"),
     [((1,), signal.SIGTERM, 0), ((0,), signal.SIGKILL, -signal.SIGKILL), ((0, 1, 2), signal.SIGTERM, 0)],

@@ -36,6 +36,7 @@ def test_positions_are_the_epochs_one_after_the_other(n: int, batch: int, seed: 
     assert [order.epoch(step) for step in range(steps)] == [step * batch // n for step in range(steps)]
 
 
+@pytest.mark.slow
 @given(st.integers(1, 10**15), st.integers(1, 300), st.integers(0, 10**9), st.data())
 def test_any_number_of_ranks_shares_the_same_batch(n: int, batch: int, step: int, data: st.DataObject) -> None:
     order, size = Order(n, batch, 3), data.draw(st.integers(1, batch))

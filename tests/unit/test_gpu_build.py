@@ -537,8 +537,9 @@ ptxas info    : Used 24 registers, used 0 barriers
 def test_the_table_of_kernels() -> None:
     found = check_cuda.usages(LOG)
     assert check_cuda.spilling(found) == ["accumulate_a spills registers on sm_80: 16 bytes stored and loaded"]
-    table = check_cuda.table(found, "13.0.1")
-    assert [line.split() for line in table.splitlines()[1:]] == [
+    table = check_cuda.table(found, "13.0.1", "0123abcd")
+    assert "0123abcd" in table
+    assert [line.split() for line in table.splitlines()[2:]] == [
         ["#", "kernel", "sm_80", "sm_90"],
         ["accumulate_a", "255+16", "-"],
         ["accumulate_b", "40", "24"],

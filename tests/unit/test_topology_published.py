@@ -33,6 +33,7 @@ def test_no_published_figure_is_above_its_bound(at: int) -> None:
     assert bound < 1000
 
 
+@pytest.mark.slow
 def test_bounds_of_switches_that_reduce() -> None:
     h100, a100 = plan_for(preset("hgx-h100")), plan_for(preset("dgx-a100"))
     assert (h100.bound, h100.bound_in_switches) == (pytest.approx(450 * 8 / 14), pytest.approx(450))

@@ -147,6 +147,7 @@ def test_a_module_that_cannot_be_loaded_says_why(copy: Path, tmp_path: Path) -> 
     assert json.loads(command(folder, "plan", "dgx1-v100", "--json", hidden=()))["time_s"] > 0
 
 
+@pytest.mark.slow
 def test_a_module_for_another_minor_version_of_torch_is_not_loaded(copy: Path, tmp_path: Path) -> None:
     """Whether or not it would load: what it calls may mean something else there. This one ends the process."""
     import torch
@@ -191,6 +192,7 @@ print(_C is ringreduce._C is compiled.load() is sys.modules["ringreduce._C"], _C
     assert python(PACKAGE.parent, code).stdout == "True ringreduce._C\n"
 
 
+@pytest.mark.slow
 def test_the_backend_is_registered_whichever_comes_first() -> None:
     """torch asks an installed package when it is imported, unless it is told not to."""
     shown = "print('ringreduce' in torch.distributed.Backend.backend_list)"
