@@ -156,7 +156,7 @@ class Settings:
         join_gpus: Callable[[ProcessGroupRing, int, int], None],
         topology: str,
         number: int,
-        ask: Callable[[str, int, int], tuple[list[int], int, int, int, int]],
+        ask: Callable[[str, int, int, bool], tuple[list[int], int, int, int, int]],
     ) -> None: ...
 
 class LinkCounters:
@@ -183,6 +183,9 @@ class RankSeen:
     recent: list[tuple[int, int]]
 
 def observe(memfd: int) -> list[RankSeen]: ...
+
+class Operator:
+    def __init__(self, *, function: int, element_bytes: int, digest: int, name: str, failure: str) -> None: ...
 
 class ProcessGroupRing(Backend):
     def __init__(
@@ -251,6 +254,8 @@ class ProcessGroupRing(Backend):
     def register_plan(
         self, collective: str, lowered: list[int], digest: int, most_bytes: int, slice_bytes: int = 0
     ) -> None: ...
+    def allreduce_by(self, op: Operator, tensor: Tensor) -> None: ...
+    def why_not(self, op: Operator) -> str: ...
     @property
     def engine(self) -> Engine: ...
     def use_nccl(self, index: int, communicator: int) -> None: ...

@@ -2,8 +2,9 @@
 
 The group stays usable after `InvalidArgument` (nothing has moved), after any error of `monitored_barrier`, when the
 timeout given to a `work.wait()` passes, after `OperatorFailed`, and after a `CollectiveMismatch` of `recv`, of the
-split sizes of `all_to_all`, or of calls with an `Op`. After any other error of a call the group is unusable on all its
-ranks: further calls raise the first error again. The process and other groups are unharmed; make a new group to go on.
+split sizes of `all_to_all`, or of calls with an `Op` outside of the engine. After any other error of a call the group
+is unusable on all its ranks: further calls raise the first error again. The process and other groups are unharmed; make
+a new group to go on.
 After a failed call, outputs hold undefined values, and inputs that are not also outputs are unchanged. What the errors
 of a parameter server mean is in docs/parameter_server.md.
 

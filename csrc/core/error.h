@@ -15,6 +15,7 @@ enum class ErrorKind : int {
   aborted,               // abort() was called; the group is unusable
   system,                // the operating system refused something
   server_lost,           // a parameter server ended, and no backup has its blocks; those of others can be read
+  operator_failed,       // the user's operator failed on some rank; the call has ended, the group is intact
 };
 
 class Error : public std::runtime_error {

@@ -27,8 +27,10 @@ inline constexpr std::size_t kCacheLine = 64;
 RINGREDUCE_BOTH constexpr std::size_t lesser(std::size_t a, std::size_t b) { return a < b ? a : b; }
 RINGREDUCE_BOTH constexpr std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
 
-// Elements in one cache line: the unit in which tensors are cut.
-RINGREDUCE_BOTH constexpr std::size_t unit_of(std::size_t element_size) { return kCacheLine / element_size; }
+// Elements in one cache line, or one that is larger: the unit in which tensors are cut.
+RINGREDUCE_BOTH constexpr std::size_t unit_of(std::size_t element_size) {
+  return element_size < kCacheLine ? kCacheLine / element_size : 1;
+}
 
 // The first element of part `index` (of `parts`) of `whole`; `index` may be `parts`, which gives the end.
 RINGREDUCE_BOTH constexpr std::size_t split_point(Range whole, std::size_t parts, std::size_t index, std::size_t unit) {

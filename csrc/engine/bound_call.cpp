@@ -33,7 +33,7 @@ BoundCall::BoundCall(const Team& team, const Program& program, const Call& call,
       call_(call),
       inputs_(blocks_of(buffers.input)),
       outputs_(blocks_of(buffers.output)),
-      element_(size_of(call.dtype)),
+      element_(call.element_bytes()),
       slice_bytes_(slice_bytes),
       packing_(packs(call, program) ? call.packing : Packing::none),
       in_place_(inputs_.size() == 1 && outputs_.size() == 1 && inputs_[0].data == outputs_[0].data),
@@ -43,9 +43,11 @@ BoundCall::BoundCall(const Team& team, const Program& program, const Call& call,
   std::size_t written = 0;
   for (const Block& block : outputs_) written += block.count * element_;
   written *= static_cast<std::size_t>(team.size());
-  outgrows_caches_ = written >= options.stream_bytes;
+  // The scratch space has room for an element of each operand, and of the output.
+  const bool fits_scratch = element_ + kTileUnit <= kScratch / (static_cast<std::size_t>(team.size()) + 1);
+  outgrows_caches_ = written >= options.stream_bytes && fits_scratch;
 
-  bool worth_fetching = team.opens_memory();
+  bool worth_fetching = team.opens_memory() && fits_scratch;
   for (const ChannelProgram& channel : program.channels) {
     const std::size_t unit = unit_of(element_);
     const std::size_t largest =
@@ -69,7 +71,7 @@ BoundCall::BoundCall(const Team& team, const Program& program, const Call& call,
 bool BoundCall::serves(const Call& call, const Buffers& buffers) const {
   return call_.operation == call.operation && call_.dtype == call.dtype && call_.reduce_op == call.reduce_op &&
          call_.root == call.root && call_.packing == call.packing && call_.count == call.count &&
-         call_.largest == call.largest && withdrawals_ == team_->withdrawals() &&
+         call_.largest == call.largest && call_.shape == call.shape && withdrawals_ == team_->withdrawals() &&
          (!fetched_ || team_->opens_memory()) && same(inputs_, buffers.input) && same(outputs_, buffers.output);
 }
 

@@ -14,6 +14,7 @@
 #include "core/error.h"
 #include "core/types.h"
 #include "engine/feedback.h"
+#include "engine/operator.h"
 #include "kernels/packing.h"
 
 namespace ringreduce {
@@ -50,11 +51,12 @@ struct Call {
   Operation operation = Operation::barrier;
   DType dtype = DType::uint8;
   ReduceOp reduce_op = ReduceOp::sum;
-  int root = 0;               // rooted operations only
-  std::uint64_t count = 0;    // elements of a block (for uneven blocks: of all blocks together)
-  std::uint64_t largest = 0;  // elements of the largest block of any rank
-  std::uint64_t shape = 0;    // a hash of the counts where blocks are uneven, else 0
-  double factor = 1.0;        // premul_sum only; may differ between ranks
+  int root = 0;                  // rooted operations only
+  std::uint64_t count = 0;       // elements of a block (for uneven blocks: of all blocks together)
+  std::uint64_t largest = 0;     // elements of the largest block of any rank
+  std::uint64_t shape = 0;       // a hash of the counts where blocks are uneven, or the digest of `op`; else 0
+  double factor = 1.0;           // premul_sum only; may differ between ranks
+  const Operator* op = nullptr;  // all_reduce by the user's own, whose elements are counted, instead of by reduce_op
   // How all_reduce sends float32 to other hosts, where the plan allows it, and this rank's rests; null to forget them.
   Packing packing = Packing::none;
   Feedback* feedback = nullptr;
@@ -65,6 +67,7 @@ struct Call {
   std::uint64_t number = 0;
 
   Operation title() const { return part_of.value_or(operation); }
+  std::size_t element_bytes() const { return op == nullptr ? size_of(dtype) : op->element_bytes; }
 };
 
 // Equal on two ranks exactly if (up to a 64-bit hash) they make the same call with the same plan at the same place in
@@ -77,9 +80,13 @@ constexpr std::uint64_t mix(std::uint64_t hash, std::uint64_t value) { return mi
 // "all_reduce seq 7"
 std::string title(const Call& call, std::uint64_t seq);
 
+// CallHeader::reduce_op of a call by an Operator.
+inline constexpr std::uint32_t kOperator = kReduceOpCount;
+
 // The description of a call that ranks send to each other.
 CallHeader header_of(const Call& call, std::uint64_t seq, std::uint64_t plan_digest, std::uint64_t before = 0);
-// "all_reduce(count=1024, dtype=float32, op=sum, plan=1f0c22d1)"; empty if this is no header.
-std::string describe(const CallHeader& header);
+// "all_reduce(count=1024, dtype=float32, op=sum, plan=1f0c22d1)"; empty if this is no header. `op` is the name of the
+// user's operator, if the call has one.
+std::string describe(const CallHeader& header, const std::string& op = "");
 
 }  // namespace ringreduce

@@ -48,15 +48,17 @@ const Engine::Choice* Engine::find(const Choices& choices, std::uint64_t bytes) 
 
 const Engine::Choice& Engine::choice_for(const Call& call) {
   const Operation operation = planned(call.operation);
-  const std::uint64_t bytes = call.count * size_of(call.dtype);
-  if (const Choice* chosen = find(choices_[static_cast<std::size_t>(operation)], bytes)) return *chosen;
+  const std::uint64_t bytes = call.count * call.element_bytes();
+  const bool in_order = call.op != nullptr;
+  if (!in_order || !ask_)
+    if (const Choice* chosen = find(choices_[static_cast<std::size_t>(operation)], bytes)) return *chosen;
   const int root = has_root(operation) ? call.root : 0;
-  Choices& asked = asked_[{operation, root}];
+  Choices& asked = asked_[{operation, root, in_order}];
   if (const Choice* chosen = find(asked, bytes)) return *chosen;
   if (!ask_)
     throw Error(ErrorKind::invalid_argument,
                 "no plan is registered for " + std::string(name(operation)) + " of this size");
-  PlanFor answer = ask_(operation, root, bytes);
+  PlanFor answer = ask_(operation, root, bytes, in_order);
   const Choice choice{add_plan(std::move(answer.plan)), answer.slice_bytes, answer.least_bytes};
   return asked.insert_or_assign(answer.most_bytes, choice).first->second;
 }
@@ -73,17 +75,18 @@ Program Engine::program_of(int rank, const Call& call, int plan) const {
                                 {.rank = rank, .size = size_, .root = call.root, .channels = channels_});
 }
 
-// A multiple of a cache line, at most a slot.
+// A multiple of a cache line, or of the elements of the user's operator; at most a slot.
 std::size_t Engine::slice_bytes(const Call& call, const Program& program, std::size_t chosen) const {
   std::size_t bytes = chosen;
   if (chosen == 0) {
     // The plan's chunk may be smaller than a block; a slice that is a share of the block is only a little too small
     // then.
-    const std::size_t chunk = call.largest * size_of(call.dtype) / program.channels[0].chunks;
+    const std::size_t chunk = call.largest * call.element_bytes() / program.channels[0].chunks;
     bytes = std::max(chunk / static_cast<std::size_t>(options_.slices), options_.least_slice_bytes);
   }
   const std::size_t most = std::min(most_slice_bytes_, options_.most_slice_bytes);
-  return std::min(std::max(bytes / kCacheLine * kCacheLine, kCacheLine), most);
+  const std::size_t slice = std::min(std::max(bytes / kCacheLine * kCacheLine, kCacheLine), most);
+  return call.op == nullptr ? slice : std::max(slice / call.op->element_bytes, std::size_t{1}) * call.op->element_bytes;
 }
 
 void Engine::check(const Call& call, int size) {

@@ -14,13 +14,6 @@ namespace {
 // all machines we know).
 constexpr std::size_t kTile = 8192;
 
-// Operands from other processes go through this many bytes of scratch space, which the L2 cache holds. More of them
-// mean fewer calls of the kernel: of 64, 128, 256 and 512 KiB the largest was the fastest for 8 ranks on a 2-core Xeon
-// (2 MiB of L2 a core), November 2026, by up to 1.6 times for 1 MiB; for 2 and 4 ranks the last two were alike.
-constexpr std::size_t kScratch = std::size_t{512} << 10;
-
-// Tiles are multiples of this: of cache lines, and of what is packed together.
-constexpr std::size_t kTileUnit = std::max(kCacheLine, kPackedTogether * sizeof(float));
 static_assert(kTileUnit % kCacheLine == 0 && kTile % kTileUnit == 0);
 
 // The tile of calls that outgrow the caches: what is written back is then still in the cache. Swept from 32 KiB to 1
@@ -36,7 +29,7 @@ Execution::Execution(Team& team, const BoundCall& bound, Workspace& workspace, c
       call_(call),
       work_(workspace),
       fingerprint_(fingerprint),
-      element_(size_of(call.dtype)),
+      element_(call.element_bytes()),
       rests_(rests) {
   for (std::size_t c = 0; c < bound.channels().size(); ++c) {
     work_.channels[c].oldest = 0;
@@ -93,6 +86,7 @@ bool Execution::try_step(const At& at) {
   const Bytes output = step.output.slice(at.round, bound_.slice_bytes());
   Value value{.bytes = std::max(local.size, output.size), .local = local.data, .output = output.data};
   value.kept = round_of(at).kept;
+  value.failed = round_of(at).failed;
   if (!find_operands(at, step, value)) return false;
 
   SlotHeader* outgoing = nullptr;
@@ -108,6 +102,7 @@ bool Execution::try_step(const At& at) {
     if (value.kept && outgoing != nullptr && lent == nullptr && made != outgoing->payload())
       std::copy_n(made, value.bytes, outgoing->payload());
   }
+  if (value.failed != 0) failed_ = value.failed;
   if (outgoing != nullptr) publish(at, step, value, lent);
   acknowledge(at, step);
   return true;
@@ -165,6 +160,8 @@ void Execution::take(const BoundStep& step, const Source& source, const SlotHead
   const bool returned = place != Place::slot && theirs.returned == 1;
   value.returned += returned;
   value.there_already = step.returned && theirs.kept == 0;  // it receives from this peer alone
+  if (const std::uint32_t failed = theirs.failed; failed != 0)
+    value.failed = lesser(failed, static_cast<std::size_t>(team_.size()));
   std::byte* data = const_cast<SlotHeader&>(slot).payload();
   if (place == Place::process) {
     if (slot.copied.load(std::memory_order_acquire) != slot.stamp.load(std::memory_order_relaxed)) {
@@ -211,6 +208,7 @@ void Execution::publish(const At& at, const BoundStep& step, const Value& value,
   if (slot.place == Place::arena) check_memory();  // after all that was written to it
   slot.returned = step.returned ? 1 : 0;
   slot.kept = value.kept ? 1 : 0;
+  slot.failed = value.failed;
   work_.channels[at.channel].readers[seq & (team_.geometry().depth - 1)] = step.step->send;
   slot.stamp.store(seq + 1, std::memory_order_seq_cst);  // releases the payload
   SlotValue sent{.data = lent == nullptr ? slot.payload() : lent, .lent = lent != nullptr};
@@ -263,12 +261,13 @@ bool Execution::compute(const At& at, const BoundStep& step, Value& value, bool 
   };
   if (stands.done > 0) skip(stands.done);
   if (!detours && !step.scaled) {
-    combine(step, value.bytes - stands.done, streamed, rests == nullptr ? nullptr : rests + stands.done);
+    combine(step, value, value.bytes - stands.done, streamed, rests == nullptr ? nullptr : rests + stands.done);
     return true;
   }
   const std::size_t parts = work_.remote.size() + step.scaled + streamed;
   const std::size_t share = kScratch / parts / kTileUnit * kTileUnit;
-  const std::size_t tile = !detours ? kTile : bound_.outgrows_caches() ? std::min(share, kStreamedTile) : share;
+  std::size_t tile = !detours ? kTile : bound_.outgrows_caches() ? std::min(share, kStreamedTile) : share;
+  if (call_.op != nullptr) tile = std::max(tile / element_, std::size_t{1}) * element_;
   work_.scratch.resize(kScratch / sizeof(CacheLine));
   for (std::size_t done = stands.done; done < value.bytes; done += tile) {
     const std::size_t some = std::min(tile, value.bytes - done);
@@ -277,6 +276,7 @@ bool Execution::compute(const At& at, const BoundStep& step, Value& value, bool 
       if (!team_.read(remote.peer, scratch, remote.address + done, some)) {
         stands.done = static_cast<std::uint32_t>(done);
         stands.kept = value.kept;
+        stands.failed = value.failed;
         return blocked(at, remote.peer);
       }
       operands[remote.operand] = scratch;
@@ -289,7 +289,7 @@ bool Execution::compute(const At& at, const BoundStep& step, Value& value, bool 
       scratch += tile;
     }
     if (streamed) results.back() = scratch;
-    combine(step, some, false, rests == nullptr ? nullptr : rests + done);
+    combine(step, value, some, false, rests == nullptr ? nullptr : rests + done);
     if (streamed) kernels::stream(output + done, scratch, some);
     for (const Remote& remote : work_.remote)
       if (remote.returned)
@@ -299,9 +299,15 @@ bool Execution::compute(const At& at, const BoundStep& step, Value& value, bool 
   return true;
 }
 
-void Execution::combine(const BoundStep& step, std::size_t bytes, bool streamed, std::byte* rests) {
+void Execution::combine(const BoundStep& step, Value& value, std::size_t bytes, bool streamed, std::byte* rests) {
   const std::vector<const void*>& operands = work_.operands;
   const std::vector<void*>& results = work_.results;
+  if (operands.size() > 1 && call_.op != nullptr) {
+    work_.folded.resize(ceil_div(call_.op->tile_bytes(), sizeof(CacheLine)));
+    if (!call_.op->fold(results, operands, bytes / element_, work_.folded.data()->bytes))
+      value.failed = static_cast<std::uint32_t>(team_.rank()) + 1;
+    return;
+  }
   if (operands.size() > 1) {
     const bool rounds = step.step->completes && bound_.packing() != Packing::none;
     const std::span<void* const> all(results), first = all.first(rounds ? 1 : all.size());

@@ -34,8 +34,9 @@ struct ChannelState {
   // Where a round stands.
   struct Round {
     std::uint32_t step = 0;
-    std::uint32_t done = 0;  // bytes of the step's value, if it could not be computed in one go
-    bool kept = false;       // a part of that value was not written where a peer had lent its own to be returned
+    std::uint32_t done = 0;    // bytes of the step's value, if it could not be computed in one go
+    bool kept = false;         // a part of that value was not written where a peer had lent its own to be returned
+    std::uint32_t failed = 0;  // 1 + the rank whose operator failed on a part of that value
   };
 
   // The call under way.
@@ -62,6 +63,7 @@ struct Workspace {
   std::vector<Remote> remote;
   std::vector<void*> results;      // all places of this rank where its value goes, the output last
   std::vector<CacheLine> scratch;  // operands on their way in, outputs on their way out
+  std::vector<CacheLine> folded;   // by the user's operator, while there are more operands
 };
 
 class Execution {
@@ -81,6 +83,8 @@ class Execution {
   // Whether anything went to other hosts. What they are sent must have left this process before the call may end.
   bool sends_away() const { return sends_away_; }
   std::uint64_t lent() const { return lent_; }  // bytes
+  // After done(): a rank whose operator of the user's own failed on what this rank got or sent; -1: none.
+  int failed_on() const { return static_cast<int>(failed_) - 1; }
 
   // After a failure: lets no peer into this rank's tensors any more.
   void shut_out_peers();
@@ -109,6 +113,7 @@ class Execution {
     std::size_t returned = 0;    // to how many peers it is written back
     bool there_already = false;  // a peer has written it where this rank had lent the chunk
     bool kept = false;           // it could not be written back to all of them
+    std::uint32_t failed = 0;    // see SlotHeader
   };
 
   bool try_step(const At& at);
@@ -121,7 +126,7 @@ class Execution {
 
   bool compute(const At& at, const BoundStep& step, Value& value, bool streamed);
   void copy_lent();
-  void combine(const BoundStep& step, std::size_t bytes, bool streamed, std::byte* rests);
+  void combine(const BoundStep& step, Value& value, std::size_t bytes, bool streamed, std::byte* rests);
   void pack_for_others(SlotValue& value, std::size_t bytes, std::byte* rests) const;
   // The rests of what the step makes in this round.
   std::byte* rests_of(const At& at, const BoundStep& step) const {
@@ -142,6 +147,7 @@ class Execution {
   const std::size_t element_;  // bytes
   std::byte* const rests_;
   std::uint64_t lent_ = 0;
+  std::uint32_t failed_ = 0;  // 1 + failed_on()
   bool sends_away_ = false;
   bool done_ = false;
   int blocked_on_ = -1;

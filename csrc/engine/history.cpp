@@ -24,8 +24,8 @@ constexpr char kRule[] = ". All ranks of a group must make the same calls in the
 
 }  // namespace
 
-void record(RankControl& own, const CallHeader& call) {
-  own.calls.add(call);
+void record(RankControl& own, const CallHeader& call, const Operator* op) {
+  own.calls.add(call, op == nullptr ? std::string_view() : std::string_view(op->name));
   own.entered.store(call.seq, std::memory_order_release);
 }
 
@@ -82,7 +82,7 @@ std::uint64_t number_of_call(const RankControl& rank, std::uint64_t seq) {
 
 std::string describe_call(const RankControl& rank, std::uint64_t seq) {
   const auto call = rank.calls.find(seq);
-  const std::string text = call ? describe(*call) : "";
+  const std::string text = call ? describe(*call, rank.calls.op_of(seq)) : "";
   if (!text.empty()) return text;
   return "a call that is no longer recorded (it is at call " + std::to_string(calls_of(rank)) + ")";
 }

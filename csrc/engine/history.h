@@ -11,12 +11,13 @@
 
 #include "core/call_header.h"
 #include "core/error.h"
+#include "engine/operator.h"
 #include "transport/team.h"
 
 namespace ringreduce {
 
-// Writes the call to this rank's history, where peers look.
-void record(RankControl& own, const CallHeader& call);
+// Writes the call to this rank's history, where peers look. `op`: the user's operator, if it has one.
+void record(RankControl& own, const CallHeader& call, const Operator* op = nullptr);
 
 // Whether two ranks are known to have made different calls.
 bool differ(const RankControl& one, const RankControl& other);

@@ -43,7 +43,7 @@ RankSeen seen(int rank, const RankControl& control) {
   if (its.entered > its.completed) its.waits_for = control.waiting_for;
   for (std::uint64_t back = 0; back < std::min<std::uint64_t>(CallHistory::kKept, its.entered); ++back) {
     const auto call = control.calls.find(its.entered - back);
-    std::string text = call ? describe(*call) : "";
+    std::string text = call ? describe(*call, control.calls.op_of(call->seq)) : "";
     if (text.empty()) continue;
     if (its.call.empty()) {
       its.call = std::move(text);

@@ -83,7 +83,7 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
   const CallHeader header = header_of(call, seq, program.digest, history_);
   const std::uint64_t id = history_ = header.fingerprint;
   own.waiting_for.store(-1, std::memory_order_relaxed);
-  record(own, header);
+  record(own, header, call.op);
 
   Links* const links = team_->links();
   Waiting waiting(*team_, own.for_calls, options().patience);
@@ -155,6 +155,11 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
   }
   if (feeds_back) call.feedback->put(rounding, std::move(rests));
   own.completed.store(seq, std::memory_order_release);
+  if (const int culprit = execution.failed_on(); culprit >= 0)
+    throw Error(ErrorKind::operator_failed,
+                title(call, seq) + " by operator " + call.op->name + ": it failed on " + number(culprit) + ": " +
+                    call.op->failure + "; the group can be used again",
+                culprit);
   return {waiting.waited(), execution.lent()};
 }
 

@@ -251,6 +251,14 @@ void size_from(Call& call, const std::vector<std::size_t>& counts) {
   for (std::size_t n : counts) call.shape = mix(call.shape, n);
 }
 
+void set_operator(Call& call, const Operator& op, std::size_t count) {
+  call.op = &op;
+  call.dtype = DType::uint8;
+  call.packing = Packing::none;
+  call.shape = op.digest;
+  call.count = call.largest = count;
+}
+
 at::Tensor plain(const at::Tensor& t, at::Device device) {
   if (is_plain(t, device)) return t;
   const at::Tensor copy = at::empty(t.sizes(), t.options().device(device));

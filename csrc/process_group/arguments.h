@@ -59,6 +59,9 @@ std::vector<std::size_t> split_blocks(const at::Tensor& tensor, const std::vecto
 // Fills in the size of a call whose blocks this rank knows all of.
 void size_from(Call& call, const std::vector<std::size_t>& counts);
 
+// Makes an all_reduce one of `count` elements by an operator of the user's own.
+void set_operator(Call& call, const Operator& op, std::size_t count);
+
 // is_plain(): whether a tensor's memory is its elements one after the other, and on `device`, if one is given. plain():
 // the tensor itself if it is plain on `device`, otherwise a copy that is.
 inline bool is_plain(const at::Tensor& t) { return t.is_contiguous() && !t.is_conj() && !t.is_neg(); }

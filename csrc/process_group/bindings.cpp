@@ -77,16 +77,17 @@ void put_off(py::error_already_set& raised) {
   if (Py_AddPendingCall(again, value) != 0) Py_DECREF(value);  // there are too many others
 }
 
-// (collective, root, bytes) -> (lowered, digest, least_bytes, most_bytes, slice_bytes)
+// (collective, root, bytes, in_order) -> (lowered, digest, least_bytes, most_bytes, slice_bytes)
 using AskPython =
     std::function<std::tuple<std::vector<std::int32_t>, std::uint64_t, std::uint64_t, std::uint64_t, std::size_t>(
-        const std::string&, int, std::uint64_t)>;
+        const std::string&, int, std::uint64_t, bool)>;
 
 Engine::Ask asked_of(AskPython ask) {
-  return [ask = std::move(ask)](Operation operation, int root, std::uint64_t bytes) {
+  return [ask = std::move(ask)](Operation operation, int root, std::uint64_t bytes, bool in_order) {
     Engine::PlanFor answer{};
     const auto once = [&] {
-      auto [words, digest, least_bytes, most_bytes, slice_bytes] = ask(std::string(name(operation)), root, bytes);
+      auto [words, digest, least_bytes, most_bytes, slice_bytes] =
+          ask(std::string(name(operation)), root, bytes, in_order);
       answer = {{operation, std::move(words), digest}, most_bytes, slice_bytes, least_bytes};
     };
     with_python_errors(-1, [&] {
@@ -307,6 +308,16 @@ void bind_group(py::module_& m) {
       .def(py::init<>())
       .def("reset", &Feedback::reset, "Forgets what was cut off.")
       .def_property_readonly("bytes", &Feedback::bytes, "Of memory: four for each element.");
+  py::class_<Operator>(m, "Operator")
+      .def(py::init([](std::uintptr_t function, std::size_t element_bytes, std::uint64_t digest, std::string name,
+                       std::string failure) {
+             if (name.size() >= CallHistory::kNameBytes)
+               throw Error(ErrorKind::invalid_argument, "name has " + std::to_string(name.size()) + " bytes");
+             return Operator{reinterpret_cast<Operator::Function>(address(function)), element_bytes, digest,
+                             std::move(name), std::move(failure)};
+           }),
+           py::kw_only(), py::arg("function"), py::arg("element_bytes"), py::arg("digest"), py::arg("name"),
+           py::arg("failure"));
   py::class_<Group, c10::intrusive_ptr<Group>, c10d::Backend>(m, "ProcessGroupRing")
       .def(py::init(&make_group))
       .def("add_link", &Group::add_link, no_gil, py::arg("peer"), py::arg("socket"), py::arg("path"))
@@ -349,6 +360,8 @@ void bind_group(py::module_& m) {
             return group.allreduce_packed(tensors, packing, std::move(feedback), options);
           },
           no_gil, py::arg("tensors"), py::arg("wire_dtype"), py::arg("feedback"), py::arg("options"))
+      .def("allreduce_by", &Group::allreduce_by, no_gil, py::arg("op"), py::arg("tensor"))
+      .def("why_not", &Group::why_not, py::arg("op"))
       .def_property_readonly("engine", &Group::engine)
       .def("use_nccl", &Group::use_nccl, no_gil, py::arg("index"), py::arg("communicator"))
       .def("use", &Group::use, no_gil, py::arg("engine"));

@@ -209,7 +209,9 @@ bool ProcessGroupRing::call_now(const Collective& collective, const at::Tensor& 
   if (collective.root < 0 || collective.root >= getSize()) return false;
   const auto size = static_cast<std::size_t>(getSize());
   const std::size_t ins = collective.flat_input ? size : 1, outs = collective.flat_output ? size : 1;
-  const std::size_t count = static_cast<std::size_t>(input.numel()) / ins, element = input.element_size();
+  const std::size_t element = collective.own_op ? collective.own_op->element_bytes : input.element_size();
+  const std::size_t count =
+      (collective.own_op ? input.nbytes() / element : static_cast<std::size_t>(input.numel())) / ins;
   auto* const from = static_cast<std::byte*>(input.mutable_data_ptr());
   auto* const to = static_cast<std::byte*>(output.mutable_data_ptr());
   if (!in_place && (size > kMostBlocks || output.scalar_type() != input.scalar_type() ||
@@ -225,6 +227,7 @@ bool ProcessGroupRing::call_now(const Collective& collective, const at::Tensor& 
   if (collective.op != nullptr) call.reduce_op = reduce_op_of(*collective.op);
   call.packing = packing_of(call);
   call.count = call.largest = count;
+  if (collective.own_op) set_operator(call, *collective.own_op, count);
   call.timeout = nanoseconds(timeout_or_default(collective.timeout));
   Engine::check(call, getSize());
   std::array<std::byte*, kMostBlocks> input_blocks, output_blocks;

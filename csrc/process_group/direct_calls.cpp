@@ -134,11 +134,20 @@ std::optional<c10d::ReduceOp> operation(PyObject* given) {
 
 PyObject* all_reduce(PyObject* /*module*/, Arguments args, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
-    const bool in_place = count == 4 && args[3] == Py_None;
-    const auto op = in_place && are_tensors(args + 1, 1) ? operation(args[2]) : std::nullopt;
-    if (!op) Py_RETURN_FALSE;
+    const bool in_place = count == 4 && args[3] == Py_None && are_tensors(args + 1, 1);
+    if (!in_place) Py_RETURN_FALSE;
+    Collective collective{.type = OpType::ALLREDUCE, .operation = Operation::all_reduce};
     const at::Tensor& tensor = THPVariable_Unpack(args[1]);
-    return call(args, {.type = OpType::ALLREDUCE, .operation = Operation::all_reduce, .op = &*op}, tensor, tensor);
+    const auto op = operation(args[2]);
+    if (op) {
+      collective.op = &*op;
+      return call(args, collective, tensor, tensor);
+    }
+    if (!py::isinstance<Operator>(args[2])) Py_RETURN_FALSE;
+    collective.own_op = py::handle(args[2]).cast<const Operator*>();
+    const auto backend = backend_of(args[0]);
+    if (!backend->why_not(*collective.own_op).empty()) Py_RETURN_FALSE;
+    return call(*backend, collective, tensor, tensor);
   });
 }
 

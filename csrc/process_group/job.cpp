@@ -171,6 +171,14 @@ Job::Job(const Collective& collective, const TensorList& from, const TensorList&
   output = lay_out(outputs, collective.flat_output, "output");
   if (writes_over_inputs(*this, rank)) copy_inputs();
   set_size(*this, rank, collective.flat_input);
+  if (collective.own_op != nullptr) reduce_by(*collective.own_op);
+}
+
+// Has the engine count the elements of the user's operator.
+void Job::reduce_by(const Operator& op) {
+  for (Blocks* side : {&input, &output})
+    for (std::size_t& n : side->count) n = n * size_of(call.dtype) / op.element_bytes;
+  set_operator(call, op, input.count[0]);
 }
 
 void Job::copy_inputs() {

@@ -30,6 +30,7 @@ struct Collective {
   bool async = false;
   int root = 0;
   const c10d::ReduceOp* op = nullptr;            // of those that reduce
+  const Operator* own_op = nullptr;              // instead of it: the user's own
   bool flat_input = false, flat_output = false;  // that side is one tensor, to be cut in a block for each rank
 };
 
@@ -74,6 +75,7 @@ struct Job {
   bool agreed = true;                  // whether ranks know the sizes of each other's blocks
 
  private:
+  void reduce_by(const Operator& op);
   Buffers buffers() const { return {{input.data, input.count}, {output.data, output.count}, splits}; }
   void fill_targets() const;
 };

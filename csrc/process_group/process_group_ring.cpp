@@ -418,4 +418,21 @@ WorkPtr ProcessGroupRing::endCoalescing() {
   return c10::make_intrusive<CoalescedWork>(getRank(), std::move(works.mapped()));
 }
 
+std::string ProcessGroupRing::why_not(const Operator& op) const {
+  if (team_ == nullptr) return "its calls go through another backend";
+  for (int r = 0; r < getSize(); ++r)
+    if (team_->elsewhere(r)) return "its ranks share no memory";
+  const std::size_t slot = team_->geometry().slot_bytes;
+  if (op.element_bytes <= slot) return "";
+  return c10::str("an element has ", op.element_bytes, " bytes, and a slot ", slot);
+}
+
+void ProcessGroupRing::allreduce_by(const Operator& op, const at::Tensor& tensor) {
+  if (const std::string reason = why_not(op); !reason.empty()) invalid("all_reduce by ", op.name, ": ", reason);
+  if (tensor.nbytes() % op.element_bytes != 0)
+    invalid("all_reduce by ", op.name, ": the tensor has ", tensor.nbytes(), " bytes, no multiple of ",
+            op.element_bytes);
+  call({.type = c10d::OpType::ALLREDUCE, .operation = Operation::all_reduce, .own_op = &op}, tensor, tensor);
+}
+
 }  // namespace ringreduce

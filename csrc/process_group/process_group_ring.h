@@ -93,6 +93,11 @@ class ProcessGroupRing : public c10d::Backend {
   // say. The two narrow types are reduced as float32.
   WorkPtr allreduce_packed(TensorList& tensors, std::optional<Packing> packing, std::shared_ptr<Feedback> feedback,
                            const c10d::AllreduceOptions& opts);
+  // By an operator of the user's own, in the calling thread, of a tensor on the CPU whose elements lie in its bytes one
+  // after the other. Throws operator_failed on the ranks that got a result on which the operator failed.
+  void allreduce_by(const Operator& op, const at::Tensor& tensor);
+  // Why the group cannot do that, the same on all ranks; empty if it can.
+  std::string why_not(const Operator& op) const;
   // Sums sparse COO tensors; other operations are refused. Each rank gets the sum over the union of all ranks' indices,
   // coalesced.
   WorkPtr allreduce_sparse(TensorList& tensors, const c10d::AllreduceOptions& opts) override;

@@ -19,8 +19,8 @@ class FutureError : public torch::PyTorchError {
 
 PyObject* error_class(ErrorKind kind) {
   static constexpr const char* kClasses[] = {
-      "",        "InvalidArgument", "PeerLost",  "CollectiveTimeout", "CollectiveMismatch",
-      "Aborted", "SystemFailure",   "ServerLost"};
+      "",        "InvalidArgument", "PeerLost",   "CollectiveTimeout", "CollectiveMismatch",
+      "Aborted", "SystemFailure",   "ServerLost", "OperatorFailed"};
   PyObject* module = PyImport_ImportModule("ringreduce.errors");
   PyObject* found = module == nullptr ? nullptr : PyObject_GetAttrString(module, kClasses[static_cast<int>(kind)]);
   Py_XDECREF(module);

@@ -1,7 +1,7 @@
 #include "transport/region.h"
 
 #include <bit>
-#include <string>
+#include <cstring>
 
 #include "core/atomics.h"
 
@@ -48,7 +48,7 @@ Layout::Layout(const Geometry& g) : Geometry(g) {
   region_bytes = round_up(mailboxes + mailbox_slot * ranks * mailbox_depth, kPage);
 }
 
-void CallHistory::add(const CallHeader& call) {
+void CallHistory::add(const CallHeader& call, std::string_view op) {
   auto& words = entries_[call.seq % kKept].words;
   if (words[0].load(std::memory_order_relaxed) >= call.seq) return;
   const std::array values{call.seq,
@@ -62,6 +62,12 @@ void CallHistory::add(const CallHeader& call) {
   words[0].store(0, std::memory_order_relaxed);
   // Release: a reader that sees any of the new words sees the 0 when it looks at the first again.
   for (std::size_t i = 1; i < values.size(); ++i) words[i].store(values[i], std::memory_order_release);
+  if (!op.empty()) {
+    auto& name = ops_[call.seq % kKept];
+    std::array<std::uint64_t, std::tuple_size_v<std::remove_cvref_t<decltype(name)>>> text{};
+    std::memcpy(text.data(), op.data(), op.size());
+    for (std::size_t i = 0; i < text.size(); ++i) name[i].store(text[i], std::memory_order_release);
+  }
   words[0].store(call.seq, std::memory_order_release);
 }
 
@@ -81,6 +87,17 @@ std::optional<CallHeader> CallHistory::find(std::uint64_t seq) const {
                     .root = static_cast<std::int32_t>(values[6] >> 32),
                     .part = static_cast<std::uint32_t>(values[7]),
                     .packing = static_cast<std::uint32_t>(values[7] >> 32)};
+}
+
+std::string CallHistory::op_of(std::uint64_t seq) const {
+  const auto& name = ops_[seq % kKept];
+  std::array<std::uint64_t, std::tuple_size_v<std::remove_cvref_t<decltype(name)>>> text;
+  const auto& stamp = entries_[seq % kKept].words[0];
+  if (stamp.load(std::memory_order_acquire) != seq) return "";
+  for (std::size_t i = 0; i < text.size(); ++i) text[i] = name[i].load(std::memory_order_acquire);
+  if (stamp.load(std::memory_order_relaxed) != seq) return "";
+  const auto* const begin = reinterpret_cast<const char*>(text.data());
+  return {begin, strnlen(begin, kNameBytes)};
 }
 
 void Region::forget(int rank, int channels) const {

@@ -19,6 +19,8 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
+#include <string_view>
 
 #include "core/arithmetic.h"
 #include "core/call_header.h"
@@ -64,7 +66,8 @@ struct alignas(64) SlotHeader {
   std::uint32_t returned;             // 1: the writer wants what the reader makes of it written where it is lent
   std::uint64_t address;              // where it is lent: in the writer's arena or process
   std::atomic<std::uint64_t> copied;  // the stamp of what was lent from a process and then copied to the payload too
-  std::uint32_t kept;  // 1: what a receiver wanted written where it had lent it was not written there; it is here
+  std::uint32_t kept;    // 1: what a receiver wanted written where it had lent it was not written there; it is here
+  std::uint32_t failed;  // 1 + the rank whose operator of the user's own failed on what this was made of; 0: none
 
   std::byte* payload() { return reinterpret_cast<std::byte*>(this + 1); }
 };
@@ -94,12 +97,14 @@ struct alignas(64) MessageHeader {
 // A rank's latest calls, kept for the comparison when something goes wrong. One thread adds, any may look.
 class CallHistory {
  public:
-  static constexpr std::size_t kKept = 16;
+  static constexpr std::size_t kKept = 16, kNameBytes = 128;
 
-  // Unless a newer one has its place.
-  void add(const CallHeader& call);
+  // Unless a newer one has its place. `op`: the name of its operator, if that is the user's own, of kNameBytes.
+  void add(const CallHeader& call, std::string_view op = {});
   // Call number `seq`, if it is still, or already, known.
   std::optional<CallHeader> find(std::uint64_t seq) const;
+  // The name that was added with it; empty if the call is not known. On other hosts nobody knows it.
+  std::string op_of(std::uint64_t seq) const;
 
  private:
   // A CallHeader in words. The first, its seq, guards the others as a sequence lock: 0 while they are written.
@@ -107,6 +112,8 @@ class CallHistory {
     std::array<std::atomic<std::uint64_t>, 8> words;
   };
   Entry entries_[kKept];
+  // Guarded by the entry's first word as well.
+  std::array<std::atomic<std::uint64_t>, kNameBytes / sizeof(std::uint64_t)> ops_[kKept];
 };
 
 enum class RankState : std::uint32_t { absent, live, left };

@@ -48,7 +48,7 @@ class UpdateFailed(RingReduceError):
 
 class OperatorFailed(RingReduceError):
     """An operator of `ringreduce.Op` raised an error on the rank `culprit`, or is not what it claims to be. All ranks
-    raise this, and the group stays usable."""
+    that get what it was to make raise this, and the group stays usable."""
 
 
 class SampleFailed(RingReduceError):

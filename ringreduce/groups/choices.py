@@ -49,9 +49,18 @@ class Choices:
             own, decided = {**plans, **own}, (*decided, *for_hosts)
         return plan.ranges(collective, self.size, users, decided), own
 
-    def ask(self, collective: str, root: int, block_bytes: int) -> tuple[list[int], int, int, int, int]:
+    def in_order(self) -> list[plan.Range]:
+        """What serves an all_reduce on one host whose operator need not commute: rules for other algorithms than those
+        that combine in rank order do not count."""
+        users, decided = (
+            [rule for rule in plan.parse_algorithms(text) if rule.algorithm in plan.IN_RANK_ORDER]
+            for text in (self.options.algorithms, self.decision.rules)
+        )
+        return plan.ranges("all_reduce", self.size, users, decided)
+
+    def ask(self, collective: str, root: int, block_bytes: int, in_order: bool) -> tuple[list[int], int, int, int, int]:
         """(lowered for this rank, digest, least bytes, most bytes, slice bytes) of what serves such calls."""
-        ranges, own = self.ranges(collective, root)
+        ranges, own = (self.in_order(), {}) if in_order else self.ranges(collective, root)
         chosen = plan.lookup(ranges, block_bytes)
         begin = max((each.end for each in ranges if each.end is not None and each.end <= block_bytes), default=0)
         planned = own.get((collective, chosen.algorithm))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -29,6 +30,8 @@ TEXT_BYTES = 1024
 """How much of a description or of an error the ranks tell each other."""
 CHECKED = 4096
 """On how many elements a call tests what an operator claims."""
+
+log = logging.getLogger(__name__)
 
 Group: TypeAlias = dist.ProcessGroup | None
 Work: TypeAlias = dist.Work | None
@@ -67,7 +70,27 @@ class Call:
         self.rank, self.size = self.backend.rank(), self.backend.size()
         self.count = sources[0].count
         elements = " and ".join(f"{each.dtype}{list(each.element) or ''}" for each in sources)
+        self.elements = elements
         self.what = f"{what} by operator {op.name!r} on " + (f"{self.count} elements of " if counted else "") + elements
+
+    def all_reduced(self) -> bool:
+        """Has the engine make an all_reduce; False, with nothing done, where it cannot."""
+        native, reason = self.op.native, "check=True" if self.op.check else ""
+        if native is None:
+            reason = "its function is Python's"
+        else:
+            source, target = self.sources[0], self.targets[0]
+            operator = native.operator(self.op.name, self.elements, source.row_bytes)
+            reason = reason or self.backend.why_not(operator)
+            if not reason:
+                if target is not source:
+                    target.rows.copy_(source.rows)
+                self.backend.allreduce_by(operator, as_bytes(target.rows))
+                if not source.element and isinstance(source.array, torch.Tensor):
+                    native.by_dtype[source.array.dtype] = operator
+                return True
+        log.debug("%s does not run in the engine: %s", self.what, reason)
+        return False
 
     def blocks(self) -> Iterator[Block]:
         """The call's elements, cut in blocks. Those of a small call have come with what the ranks compared."""

@@ -1,32 +1,59 @@
-"""Operators in machine code: a C function by its address, or a Python function that Numba compiles."""
+"""Operators in machine code: a C function by its address, or a Python function that Numba compiles.
+
+The engine calls them itself in an all_reduce on one host. Elsewhere `Native.combine` does.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import hashlib
 from typing import Any
 
 import numpy as np
 import torch
 
+from ringreduce import _C
 from ringreduce.errors import InvalidArgument
+
+NAME_BYTES = 127
+"""What the engine keeps of a name."""
 
 _C_FUNCTION = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
-def by_address(address: Any, meaning: str = "") -> Callable[[Any, Any], Any]:
-    """What calls `int f(const void* a, const void* b, void* out, size_t n)` with `out` in the place of `a`."""
-    if isinstance(address, bool) or not isinstance(address, int) or address <= 0:
-        raise InvalidArgument(f"address is {address!r:.60}; it must be the address of a function, a number above 0")
-    function = _C_FUNCTION(address)
+class Native:
+    """`int f(const void* a, const void* b, void* out, size_t n)` at `address`. `failure` is what it means that it
+    returns another number than 0, and `kept` what must live as long."""
 
-    def combine(a: Any, b: Any) -> Any:
-        code = function(_place(a), _place(b), _place(a), len(a))
-        if code != 0:
-            raise RuntimeError(meaning or f"the function returned {code}")
+    def __init__(
+        self, address: Any, failure: str = "the function returned another number than 0", kept: Any = None
+    ) -> None:
+        if isinstance(address, bool) or not isinstance(address, int) or address <= 0:
+            raise InvalidArgument(f"address is {address!r:.60}; it must be the address of a function, a number above 0")
+        self.address, self.failure, self.kept = address, failure, kept
+        self._function = _C_FUNCTION(address)
+        self._operators: dict[tuple[str, str], _C.Operator] = {}
+        self.by_dtype: dict[Any, _C.Operator] = {}
+        """For tensors whose elements are those of torch, and which were checked once."""
+
+    def combine(self, a: Any, b: Any) -> Any:
+        if self._function(_place(a), _place(b), _place(a), len(a)) != 0:
+            raise RuntimeError(self.failure)
         return a
 
-    return combine
+    def operator(self, name: str, elements: str, element_bytes: int) -> _C.Operator:
+        """What the engine takes. `elements` says what they are; other ranks must call the same name on the same."""
+        if (name, elements) not in self._operators:
+            text = f"{name!r} on {elements}".encode(errors="backslashreplace")
+            digest = hashlib.blake2b(text + b" of %d bytes" % element_bytes, digest_size=8).digest()
+            self._operators[name, elements] = _C.Operator(
+                function=self.address,
+                element_bytes=element_bytes,
+                digest=int.from_bytes(digest, "little"),
+                name=text[:NAME_BYTES].decode(errors="ignore"),
+                failure=self.failure,
+            )
+        return self._operators[name, elements]
 
 
 def _place(operand: Any) -> int:

@@ -40,8 +40,8 @@ class Op:
         """Bytes of an element, where the operator takes no others."""
         self.dtype = dtype
         """The dtype of elements, where the operator takes no other."""
-        self.kept: Any = None
-        """What must live as long as the operator."""
+        self.native: native.Native | None = None
+        """The function, if it is in machine code."""
 
     def __repr__(self) -> str:
         return f"ringreduce.Op({self.name!r})"
@@ -107,9 +107,10 @@ class Op:
             raise InvalidArgument(f"element is {element!r:.60}; it must be a NumPy dtype of numbers or records")
         name = _name_of(getattr(f, "py_func", f), name)
         function = native.compiled(f, dtype)
-        combine = native.by_address(function.address, "f raised an error; it shows in Python: f.py_func, or f itself")
-        op = Op(combine, [()], name, commutative, check, dtype.itemsize, dtype)
-        op.kept = function
+        failure = "f raised an error; it shows in Python: f.py_func, or f itself"
+        found = native.Native(function.address, failure, kept=function)
+        op = Op(found.combine, [()], name, commutative, check, dtype.itemsize, dtype)
+        op.native = found
         return op
 
     @staticmethod
@@ -123,10 +124,10 @@ class Op:
     ) -> Op:
         """An operator in C: `int f(const void* a, const void* b, void* out, size_t n)`, given by its address.
 
-        `f` combines n elements of `element_bytes` bytes each and writes them to `out`, which is `a`. It returns 0; any
-        other number is `OperatorFailed` on all ranks. It runs without the GIL and must stay loaded as long as the
-        operator is used. `name` tells other ranks which operator it is, and `element` is the shape of an element, as in
-        `Op.torch`. Elements may have any size, and be aligned to their dtype only.
+        `f` combines n elements of `element_bytes` bytes each and writes them to `out`, which is `a`, or has no memory
+        in common with `a` and `b`. It returns 0; any other number is `OperatorFailed`. It runs without the GIL and must
+        stay loaded as long as the operator is used. `name` tells other ranks which operator it is, and `element` is the
+        shape of an element, as in `Op.torch`. Elements may have any size, and be aligned to their dtype only.
 
         Raises `InvalidArgument` for arguments that cannot be served. What `address` leads to cannot be checked.
         """
@@ -134,8 +135,10 @@ class Op:
             raise InvalidArgument(f"element_bytes is {element_bytes!r:.60}; it must be a number of bytes, 1 or more")
         if not isinstance(name, str):
             raise InvalidArgument(f"name is {name!r:.60}; it must be a text of 1 to 100 characters")
-        combine = native.by_address(address)
-        return Op(combine, _shapes(element, 1), _name_of(combine, name), commutative, check, element_bytes)
+        found = native.Native(address)
+        op = Op(found.combine, _shapes(element, 1), _name_of(found.combine, name), commutative, check, element_bytes)
+        op.native = found
+        return op
 
 
 def _shapes(element: Any, tensors: int) -> list[Shape]:

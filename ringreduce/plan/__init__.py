@@ -15,6 +15,7 @@ from ringreduce.common.failures import PlanError
 from ringreduce.plan.alike import lower_for
 from ringreduce.plan.builders import BUILDERS, Builder, build
 from ringreduce.plan.choose import (
+    IN_RANK_ORDER,
     Range,
     Rule,
     Table,

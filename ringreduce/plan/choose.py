@@ -31,6 +31,9 @@ from 64 KB on with 2 ranks, from 16 KB with 4, 24 KB with 8 and 16 KB with 16.
 
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
+IN_RANK_ORDER = ("direct", "one_shot", "two_shot")
+"""The algorithms of an all_reduce that combine in the order of ranks, however many there are."""
+
 SPELLINGS = {spelling: name for name in BUILDERS for spelling in (name, name.replace("_", ""))}  # c10d: allreduce
 
 
