@@ -6,13 +6,18 @@ says, a sum of float32 or bfloat16 that does not load and store 16 bytes at once
 reads what peers write in a way that may miss it (SHARED). Nothing runs, so no GPU is needed. The last lines name what
 could not be checked.
 
-    python .ci/check_cuda.py [--write]    # --write: make the table say what is
+The table begins with a digest of what it was made from: the code, nvcc's version and flags, and this file. Where that
+is still the same, the result is known, and nothing is compiled.
+
+    python .ci/check_cuda.py [--write]    # --write: compile in any case, and make the table say what is
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
+import hashlib
 import os
 import re
 import shutil
@@ -25,6 +30,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+os.environ["RINGREDUCE_WERROR"] = "1"  # what gave warnings must not count as checked
 
 import build_cuda  # noqa: E402
 from ringreduce.errors import SystemFailure  # noqa: E402
@@ -62,8 +68,14 @@ def usages(log: str) -> list[Usage]:
     return found
 
 
-def table(found: list[Usage], version: str) -> str:
-    """A line for each kernel: its registers, and its stack after a plus if it has one."""
+def digest(nvcc: build_cuda.Nvcc, texts: dict[str, str]) -> str:
+    """Of all that the table follows from."""
+    how = [nvcc.version, str(nvcc.architectures), *build_cuda.FLAGS, Path(__file__).read_text(encoding="utf-8")]
+    return hashlib.sha256("\0".join([*how, *texts, *texts.values()]).encode()).hexdigest()[:16]
+
+
+def table(found: list[Usage], version: str, made_from: str) -> str:
+    """A line for each kernel: its registers, and its stack after a plus if it has one. `made_from`: a `digest`."""
     architectures = sorted({usage.architecture for usage in found})
     cells = {
         (usage.kernel, usage.architecture): f"{usage.registers}+{usage.stack}" if usage.stack else str(usage.registers)
@@ -73,6 +85,7 @@ def table(found: list[Usage], version: str) -> str:
     width = max(map(len, kernels), default=0)
     lines = [
         f"# Registers of every kernel, + bytes of stack where there are any, by nvcc {version}. To rewrite: {REWRITE}",
+        f"# Digest of what they were compiled from: {made_from}",
         "# kernel".ljust(width) + "".join(f"  sm_{architecture}".rjust(9) for architecture in architectures),
     ]
     for kernel in kernels:
@@ -193,9 +206,10 @@ def program(name: str) -> str:
     """A tool of the toolkit, from PATH or from NVIDIA's wheel of it."""
     if found := shutil.which(name):
         return found
-    for file in metadata.files(f"nvidia-cuda-{name}") or ():
-        if file.name == name:
-            return str(file.locate())
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        for file in metadata.files(f"nvidia-cuda-{name}") or ():
+            if file.name == name:
+                return str(file.locate())
     sys.exit(f"error: no {name}; pip install nvidia-cuda-{name}")
 
 
@@ -209,27 +223,27 @@ def disassemble(fatbin: Path, only: tuple[str, ...] = ()) -> str:
     ).stdout
 
 
-def check_nvcc(nvcc: build_cuda.Nvcc, texts: dict[str, str], write: bool) -> tuple[list[str], list[str]]:
-    """Compiles the texts; what is wrong, and what could not be checked."""
+def check_nvcc(nvcc: build_cuda.Nvcc, texts: dict[str, str]) -> tuple[list[str], list[str], str]:
+    """Compiles the texts; what is wrong, what could not be checked, and the table."""
     made = {stem: build_cuda.compile_text(nvcc, stem, text, ROOT / "build/cuda") for stem, text in texts.items()}
     found = [usage for compiled in made.values() for usage in usages(compiled.log.read_text(encoding="utf-8"))]
     missing = [f"nvcc {nvcc.version} knows no sm_{n}" for n in build_cuda.ARCHITECTURES if n not in nvcc.architectures]
     faults = spilling(found)
     faults += narrow(disassemble(made["accumulate"].fatbin, WIDE), nvcc.architectures)
     faults += unsafe(disassemble(made["interpreter"].fatbin))
-
-    now = table(found, nvcc.version)
-    if write:
-        TABLE.write_text(now, encoding="utf-8")
-    committed = TABLE.read_text(encoding="utf-8") if TABLE.exists() else now.partition("\n")[0]
-    if changed := differences(committed, now):
-        faults.append(f"{TABLE.relative_to(ROOT)} says otherwise; if that is meant: {REWRITE}")
-        print("\n".join(changed))
-    if committed.partition("\n")[0] != now.partition("\n")[0]:
-        missing.append(f"the table is not of nvcc {nvcc.version}")
     names = len({usage.kernel for usage in found})
     print(f"{names} kernels for {', '.join(f'sm_{n}' for n in nvcc.architectures)} by nvcc {nvcc.version}")
-    return faults, missing
+    return faults, missing, table(found, nvcc.version, digest(nvcc, texts))
+
+
+def check_table(now: str) -> tuple[list[str], list[str]]:
+    """What is wrong with the committed table, and what could not be checked."""
+    committed = TABLE.read_text(encoding="utf-8") if TABLE.exists() else ""
+    if committed.partition("\n")[0] != now.partition("\n")[0]:
+        return [], ["the registers: the table is of another nvcc"]
+    changed = differences(committed, now)
+    print("\n".join(changed), end="\n" * bool(changed))
+    return [f"{TABLE.relative_to(ROOT)} says otherwise; if that is meant: {REWRITE}"] if changed else [], []
 
 
 def main() -> int:
@@ -241,12 +255,21 @@ def main() -> int:
         texts = {
             stem: build_cuda.flatten(path, ROOT / "csrc") for stem, path in build_cuda.sources(ROOT / "csrc").items()
         }
+        if nvcc and not write and TABLE.exists() and digest(nvcc, texts) in TABLE.read_text(encoding="utf-8"):
+            print(f"nothing has changed since {TABLE.relative_to(ROOT)} was made, by nvcc {nvcc.version}")
+            return 0
         with ProcessPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as processes:
             nvrtc = start_nvrtc(kernels._places(), texts, processes)
-            faults, missing = check_nvcc(nvcc, texts, write) if nvcc else ([], ["registers and SASS: no nvcc is here"])
+            faults, missing, now = (
+                check_nvcc(nvcc, texts) if nvcc else ([], ["registers and SASS: no nvcc is here"], "")
+            )
             faults += nvrtc.faults()
     except build_cuda.BuildError as error:
         sys.exit(f"error: {error}")
+    if write and now and not faults:
+        TABLE.write_text(now, encoding="utf-8")
+    elif now:
+        faults, missing = (has + more for has, more in zip((faults, missing), check_table(now), strict=True))
     missing += [f"the rows for sm_{number}: no NVRTC here knows it" for number in nvrtc.unknown]
     for fault in faults:
         print(f"error: {fault}")
