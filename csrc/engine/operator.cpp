@@ -3,8 +3,16 @@
 #include <algorithm>
 
 #include "core/float_environment.h"
+#include "core/partition.h"
 
 namespace ringreduce {
+namespace {
+
+constexpr std::size_t kTile = 8192;  // what is folded stays in the L1 cache
+
+}  // namespace
+
+std::size_t Operator::tile_bytes() const { return std::max(kTile / element_bytes, std::size_t{1}) * element_bytes; }
 
 bool Operator::fold(std::span<void* const> dsts, std::span<const void* const> srcs, std::size_t count,
                     std::byte* scratch) const {
@@ -12,8 +20,7 @@ bool Operator::fold(std::span<void* const> dsts, std::span<const void* const> sr
   const std::size_t bytes = count * element_bytes, tile = tile_bytes();
   for (std::size_t begin = 0; begin < bytes; begin += tile) {
     const std::size_t some = lesser(tile, bytes - begin);
-    // The last operand may be the first result, too: then the value is not made there, but copied.
-    std::byte* const made = dsts[0] == srcs.back() ? scratch : static_cast<std::byte*>(dsts[0]) + begin;
+    std::byte* const made = static_cast<std::byte*>(dsts[0]) + begin;
     const std::byte* folded = static_cast<const std::byte*>(srcs[0]) + begin;
     for (std::size_t i = 1; i < srcs.size(); ++i) {
       std::byte* const out = i + 1 < srcs.size() ? scratch : made;

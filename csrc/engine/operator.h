@@ -6,12 +6,11 @@
 #include <span>
 #include <string>
 
-#include "core/partition.h"
-
 namespace ringreduce {
 
 struct Operator {
-  // Combines `count` elements: out[i] = a[i] op b[i]. `out` is `a`, or shares memory with neither. Not 0: it failed.
+  // Combines `count` elements: out[i] = a[i] op b[i]. `out` may be `a` or `b`, and shares no memory with them
+  // otherwise. Not 0: it failed.
   using Function = int (*)(const void* a, const void* b, void* out, std::size_t count);
 
   Function function = nullptr;
@@ -20,17 +19,14 @@ struct Operator {
   std::string name;          // with the kind of its elements, for texts of errors
   std::string failure;       // what it means that the function fails
 
-  // The function gets this much of each operand at a time, so that they are in the L1 cache.
-  std::size_t tile_bytes() const { return element_bytes * (kTile < element_bytes ? 1 : kTile / element_bytes); }
+  // The function gets this much of each operand at a time, or one element.
+  std::size_t tile_bytes() const;
 
   // dst[i] = srcs[0][i] op srcs[1][i] op ..., evaluated from left to right, for i in [0, count) and each of the `dsts`,
   // of which a dst may be one of `srcs`. There are at least two of `srcs`. `scratch` has tile_bytes(). Returns whether
   // the function succeeded; what is in `dsts` is undefined if not.
   bool fold(std::span<void* const> dsts, std::span<const void* const> srcs, std::size_t count,
             std::byte* scratch) const;
-
- private:
-  static constexpr std::size_t kTile = 8192;
 };
 
 }  // namespace ringreduce

@@ -124,10 +124,11 @@ class Op:
     ) -> Op:
         """An operator in C: `int f(const void* a, const void* b, void* out, size_t n)`, given by its address.
 
-        `f` combines n elements of `element_bytes` bytes each and writes them to `out`, which is `a`, or has no memory
-        in common with `a` and `b`. It returns 0; any other number is `OperatorFailed`. It runs without the GIL and must
-        stay loaded as long as the operator is used. `name` tells other ranks which operator it is, and `element` is the
-        shape of an element, as in `Op.torch`. Elements may have any size, and be aligned to their dtype only.
+        `f` combines n elements of `element_bytes` bytes each and writes them to `out`, which may be `a` or `b`, and has
+        no memory in common with them otherwise. It returns 0; any other number is `OperatorFailed`. It runs without the
+        GIL and must stay loaded as long as the operator is used. `name` tells other ranks which operator it is, and
+        `element` is the shape of an element, as in `Op.torch`. Elements may have any size, and be aligned to their
+        dtype only.
 
         Raises `InvalidArgument` for arguments that cannot be served. What `address` leads to cannot be checked.
         """

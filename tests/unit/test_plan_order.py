@@ -16,7 +16,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringreduce.plan import BUILDERS, Plan, PlanError, Read, across_hosts, build, out_of_order, ring, symbolic, tree
+from ringreduce.plan import (
+    BUILDERS,
+    IN_RANK_ORDER,
+    Plan,
+    PlanError,
+    Read,
+    across_hosts,
+    build,
+    out_of_order,
+    ring,
+    symbolic,
+    tree,
+)
 
 REDUCING = ("all_reduce", "reduce_scatter", "reduce")
 Operator = Callable[[Any, Any], Any]
@@ -146,6 +158,8 @@ def test_which_built_in_plans_are_in_order() -> None:
         ("reduce", "ring"): [2],
         ("reduce", "tree"): [2, 3],
     }
+    always = {name for (collective, name), sizes in ordered.items() if collective == "all_reduce" and sizes == every}
+    assert {*IN_RANK_ORDER} == always | {"direct"}  # which is one of the two
 
 
 def test_hosts_whose_ranks_follow_each_other() -> None:
