@@ -81,6 +81,15 @@ void run_checked(Rank& rank, const Call& call, std::uint64_t number, bool in_pla
   check(in_place || input == untouched, what + ": the input was written");
 }
 
+// The sum, and the larger, of int64 elements, as functions of a user.
+template <bool kLarger>
+int combined(const void* a, const void* b, void* out, std::size_t count) {
+  const auto *left = static_cast<const std::int64_t*>(a), *right = static_cast<const std::int64_t*>(b);
+  auto* const result = static_cast<std::int64_t*>(out);
+  for (std::size_t i = 0; i < count; ++i) result[i] = kLarger ? std::max(left[i], right[i]) : left[i] + right[i];
+  return 0;
+}
+
 std::size_t random_count(Random& random) {
   const int most = random_int(random, 0, 9) == 0 ? 5000 : random_int(random, 0, 2) == 0 ? 600 : 40;
   return static_cast<std::size_t>(random_int(random, 0, most));
@@ -94,6 +103,12 @@ void run_scripted(Rank& rank, std::uint64_t seed, std::uint64_t number) {
             .dtype = kDTypesUsed[static_cast<std::size_t>(random_int(random, 0, 2))],
             .reduce_op = random_int(random, 0, 1) == 0 ? ReduceOp::sum : ReduceOp::max,
             .timeout = 20 * kSecond};
+  static const Operator sum{combined<false>, sizeof(std::int64_t), 1, "the sum", ""};
+  static const Operator larger{combined<true>, sizeof(std::int64_t), 2, "the larger", ""};
+  if (call.operation == Operation::all_reduce && call.dtype == DType::int64 && random_int(random, 0, 1) == 0) {
+    call.op = call.reduce_op == ReduceOp::sum ? &sum : &larger;
+    call.shape = call.op->digest;
+  }
   const int plan = random_int(random, 0, rank.all_reduce_plans - 1);
   rank.engine.choose(Operation::all_reduce, std::numeric_limits<std::uint64_t>::max(), plan);
   if (call.operation == Operation::broadcast) call.root = random_int(random, 0, rank.size() - 1);
