@@ -26,7 +26,8 @@ help:
 	@echo 'make test-all  both'
 	@echo 'make conformance  build, then the suite PyTorch has for its backends, with Gloo beside it, on 2, 3, 4 and 8 ranks;'
 	@echo '               RUNS="ringreduce:3 gloo:3": only these'
-	@echo 'make ecosystem Lightning Fabric, Accelerate, Ray Train and torchft on this backend; downloads them to .venv-ecosystem'
+	@echo 'make ecosystem Accelerate, DeepSpeed, Lightning, Ray, torchrl, transformers and others on this backend and on Gloo;'
+	@echo '               downloads them to .venv-ecosystem'
 	@echo 'make lint      ruff, mypy --strict, which module may import which, clang-format'
 	@echo 'make docs      the pages of docs/ and the API reference as a site, build/docs/index.html; warnings are errors;'
 	@echo '               CHECK_LINKS=1: also asks the hosts of links to other sites'
@@ -239,7 +240,7 @@ test-all:
 # Frameworks above torch, in an environment of their own. Its torch is the one that `make build` takes.
 ecosystem:
 	@$(MAKE) --no-print-directory VENV=.venv-ecosystem build .venv-ecosystem/.test-tools
-	@echo "[+] lightning-fabric, accelerate, ray, torchft, optuna, pyarrow, safetensors"
+	@echo "[+] the packages of the group ecosystem in pyproject.toml"
 	@torch=$$(.venv-ecosystem/bin/python -c 'from importlib.metadata import version; print(version("torch"))'); \
 	.venv-ecosystem/bin/python -m pip install -q 'pip>=25.1' && \
 	.venv-ecosystem/bin/python -m pip install -q --no-build-isolation -e . --group ecosystem "torch==$$torch"

@@ -18,12 +18,12 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
 
 
-def torchrun(*arguments: str) -> str:
-    """What the ranks printed; an AssertionError with it unless all ended well."""
-    return python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *arguments)
+def torchrun(*arguments: str, **variables: str) -> str:
+    """What the ranks printed; an AssertionError with it unless all ended well. `variables`: of their environment."""
+    return python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *arguments, **variables)
 
 
-def python(*arguments: str) -> str:
+def python(*arguments: str, **variables: str) -> str:
     """The same for one process."""
     process = subprocess.Popen(
         (sys.executable, *arguments),
@@ -31,7 +31,7 @@ def python(*arguments: str) -> str:
         stderr=subprocess.STDOUT,
         text=True,
         cwd=ROOT,
-        env=environment(),
+        env=environment() | variables,
         start_new_session=True,
     )
     try:

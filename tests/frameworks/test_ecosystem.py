@@ -1,39 +1,29 @@
-"""Lightning Fabric, Hugging Face Accelerate, Ray Train and torchft, where they are installed: `make ecosystem`."""
+"""Frameworks above torch, on Gloo and in two ways on ringreduce, where they are installed: `make ecosystem`."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 
 import pytest
-from frameworks.launch import python, torchrun
-
-SCRIPT = "tests/frameworks/ecosystem.py"
-
-
-def agree(output: str) -> None:
-    assert "rank 0 agrees" in output and "rank 1 agrees" in output, output
-
-
-@pytest.mark.skipif(not find_spec("lightning_fabric"), reason="Lightning Fabric is not installed: make ecosystem")
-def test_lightning_fabric() -> None:
-    agree(torchrun(SCRIPT, "fabric"))
-
-
-@pytest.mark.skipif(not find_spec("accelerate"), reason="Accelerate is not installed: make ecosystem")
-def test_accelerate() -> None:
-    agree(torchrun(SCRIPT, "accelerate"))
+from frameworks import ecosystem
+from frameworks.launch import python
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not find_spec("ray"), reason="Ray is not installed: make ecosystem")
-def test_ray_train() -> None:
-    agree(python(SCRIPT, "ray"))
+@pytest.mark.parametrize("way", ecosystem.BACKENDS)
+@pytest.mark.parametrize("name", ecosystem.JOBS)
+def test_a_framework_agrees_with_one_process(name: str, way: str) -> None:
+    package = ecosystem.JOBS[name].package
+    if not find_spec(package):
+        pytest.skip(f"{package} is not installed: make ecosystem")
+    ecosystem.run(name, way)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not find_spec("ray"), reason="Ray is not installed: make ecosystem")
 def test_a_parameter_server_of_ray_actors() -> None:
-    agree(python(SCRIPT, "actors"))
+    output = python(ecosystem.SCRIPT, "actors", "name")
+    assert "rank 0 agrees" in output and "rank 1 agrees" in output, output
 
 
 @pytest.mark.slow
