@@ -21,13 +21,17 @@ class Op:
     def __init__(
         self,
         function: Callable[[Any, Any], Any],
-        elements: Sequence[Shape],
-        name: str,
-        commutative: bool,
-        check: bool,
+        elements: Sequence[Shape] | None = None,
+        name: str = "",
+        commutative: bool = False,
+        check: bool = False,
         element_bytes: int | None = None,
         dtype: np.dtype[Any] | None = None,
     ) -> None:
+        if elements is None:  # a call of the program, which cannot know what is meant by `function`
+            raise InvalidArgument(
+                f"Op({function!r:.60}) does not say what computes it; write Op.torch(f), Op.numba(f, ...) or Op.c(...)"
+            )
         for what, flag in (("commutative", commutative), ("check", check)):
             if not isinstance(flag, bool):
                 raise InvalidArgument(f"{what} is {flag!r:.60}; it must be True or False")

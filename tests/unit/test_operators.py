@@ -45,6 +45,11 @@ def test_wrong_arguments_are_named(arguments: dict[str, Any], message: str) -> N
         Op.torch(**{"f": product, **arguments})
 
 
+def test_what_computes_it_must_be_said() -> None:
+    with pytest.raises(InvalidArgument, match=r"does not say what computes it; write Op.torch\(f\)"):
+        Op(torch.logaddexp)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
