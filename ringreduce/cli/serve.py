@@ -47,9 +47,9 @@ def add(commands: Any, summary: str) -> None:
         'role="worker"), where store is torch.distributed.TCPStore(HOST, PORT). Servers and workers may be started in '
         "any order. Ends when workers have come and all have left.",
         epilog="examples:\n"
-        "  ringreduce serve --store node0:29400 --memory 32G\n"
-        "  torchrun --nproc-per-node 2 --no-python ringreduce serve --store node0:29400\n"
-        "  srun -n 4 ringreduce serve --store node0:29400 --forever",
+        "  ringreduce serve --store node0:29600 --memory 32G\n"
+        "  torchrun --nproc-per-node 2 --no-python ringreduce serve --store node0:29600\n"
+        "  srun -n 4 ringreduce serve --store node0:29600 --forever",
         formatter_class=Help,
     )
     parser.add_argument("--store", required=True, metavar="HOST:PORT", help="of the store; server 0 makes it")

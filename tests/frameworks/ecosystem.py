@@ -197,7 +197,7 @@ def deepspeed(way: str) -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
-    # Else DeepSpeed compiles an all_reduce of its own for one host, and calls it in place of the backend's.
+    # Else DeepSpeed compiles an all_reduce of its own for inference.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(BACKENDS[way])
     seconds = 0.0
