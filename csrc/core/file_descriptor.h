@@ -1,3 +1,4 @@
+// A file descriptor that closes when its owner goes.
 #pragma once
 
 #include <unistd.h>

@@ -1,4 +1,4 @@
-// What Python calls the values of enumerations.
+// What Python calls the values of the parameter server's enumerations.
 #pragma once
 
 #include <array>

@@ -1,4 +1,4 @@
-// What other threads ask a server.
+// What a server tells other threads: its figures, whether it serves, who is missing, what is in a snapshot.
 #include "parameter_server/server.h"
 
 namespace ringreduce::parameter_server {

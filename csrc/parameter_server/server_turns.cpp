@@ -1,4 +1,4 @@
-// What a server does in a turn.
+// A turn of a server: the work it does each time one of its threads comes to it (turns.h).
 #include <algorithm>
 #include <exception>
 

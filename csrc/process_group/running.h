@@ -1,4 +1,4 @@
-// Declarations that the files of ProcessGroupRing share.
+// What a ProcessGroupRing has only while it runs: engine, team and threads. Its .cpp files share this.
 #pragma once
 
 #include <atomic>
