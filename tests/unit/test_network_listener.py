@@ -470,7 +470,7 @@ def test_the_right_words_open_the_door(pair: tuple[Member, Member]) -> None:
         ({"group": "another"}, "proof"),
         ({"role": b"answers"}, "proof"),
         ({"role": b"joins"}, "proof"),
-        ({"version": 2}, "version"),
+        ({"version": handshake.VERSION + 1}, "version"),
         ({"to": 0}, "rank"),
         ({"to": 2}, "rank"),
         ({"rank": 1}, "rank"),  # itself
@@ -587,7 +587,7 @@ FALSE_DOORS: dict[str, tuple[Callable[[socket.socket], None], str]] = {
     ),
     "a mirror": (welcome(lambda words: words[-32:]), "its proof is wrong"),
     "another protocol": (lambda c: c.sendall(b"SSH-2.0-OpenSSH_9.6\r\n" + 100 * b"x"), "what answers is not a rank"),
-    "another version": (lambda c: [challenge(c, version=2)], "another version of the protocol"),
+    "another version": (lambda c: [challenge(c, version=handshake.VERSION + 1)], "another version of the protocol"),
     "an unknown answer": (lambda c: [challenge(c), c.sendall(b"?")], "something else than expected"),
     "a refused proof": (lambda c: [challenge(c), c.sendall(b"P")], "refused this rank's proof: .* different secrets"),
 }
