@@ -229,9 +229,10 @@ void withdraws_while_others_write() {
   std::byte* const own = arena.allocate(kTensors * kEach);
   std::atomic<std::size_t> at = 0;
   std::thread writer([&] {
-    for (unsigned value = 1; at < kTensors; ++value) {
-      auto* const word = reinterpret_cast<volatile unsigned*>(own + at * kEach);
-      *word = value;
+    unsigned value = 0;
+    for (std::size_t tensor = at; tensor < kTensors; tensor = at) {
+      auto* const word = reinterpret_cast<volatile unsigned*>(own + tensor * kEach);
+      *word = ++value;
       check(*word == value, "arena: a write of another thread is lost");
     }
   });
