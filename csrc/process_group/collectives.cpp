@@ -210,8 +210,7 @@ bool ProcessGroupRing::call_now(const Collective& collective, const at::Tensor& 
   const auto size = static_cast<std::size_t>(getSize());
   const std::size_t ins = collective.flat_input ? size : 1, outs = collective.flat_output ? size : 1;
   const std::size_t element = collective.own_op ? collective.own_op->element_bytes : input.element_size();
-  const std::size_t count =
-      (collective.own_op ? input.nbytes() / element : static_cast<std::size_t>(input.numel())) / ins;
+  const std::size_t count = input.nbytes() / (element * ins);
   auto* const from = static_cast<std::byte*>(input.mutable_data_ptr());
   auto* const to = static_cast<std::byte*>(output.mutable_data_ptr());
   if (!in_place && (size > kMostBlocks || output.scalar_type() != input.scalar_type() ||

@@ -420,8 +420,7 @@ WorkPtr ProcessGroupRing::endCoalescing() {
 
 std::string ProcessGroupRing::why_not(const Operator& op) const {
   if (team_ == nullptr) return "its calls go through another backend";
-  for (int r = 0; r < getSize(); ++r)
-    if (team_->elsewhere(r)) return "its ranks share no memory";
+  if (team_->links() != nullptr) return "its ranks share no memory";
   const std::size_t slot = team_->geometry().slot_bytes;
   if (op.element_bytes <= slot) return "";
   return c10::str("an element has ", op.element_bytes, " bytes, and a slot ", slot);
