@@ -69,9 +69,9 @@ class Call:
         self.backend = backend_of(group)
         self.rank, self.size = self.backend.rank(), self.backend.size()
         self.count = sources[0].count
-        elements = " and ".join(f"{each.dtype}{list(each.element) or ''}" for each in sources)
-        self.elements = elements
-        self.what = f"{what} by operator {op.name!r} on " + (f"{self.count} elements of " if counted else "") + elements
+        self.elements = " and ".join(f"{each.dtype}{list(each.element) or ''}" for each in sources)
+        number = f"{self.count} elements of " if counted else ""
+        self.what = f"{what} by operator {op.name!r} on {number}{self.elements}"
 
     def all_reduced(self) -> bool:
         """Has the engine make an all_reduce; False, with nothing done, where it cannot."""

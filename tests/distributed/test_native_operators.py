@@ -20,6 +20,7 @@ import torch.distributed as dist
 from bodies.collectives import SMALL_SLOTS
 from bodies.operators import ELEMENT_BYTES, PLACEMENTS, folded, lives_on, matrices, placed, rightmost
 from distributed.harness import Rank, Ranks, run
+from processes import Logged
 
 import ringreduce
 from ringreduce import Op
@@ -100,22 +101,9 @@ def sum_of(path: str, function: str = "sum") -> Op:
     return Op.c(address(path, function), 4, function)
 
 
-class Kept(logging.Handler):
-    """What was logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-    @classmethod
-    def of_operators(cls) -> Kept:
-        logger, kept = logging.getLogger("ringreduce.operators.call"), cls()
-        logger.setLevel(logging.DEBUG)
-        logger.addHandler(kept)
-        return kept
+def logged_by_operators() -> Logged:
+    logging.getLogger("ringreduce.operators.call").setLevel(logging.DEBUG)
+    return Logged("ringreduce.operators.call")
 
 
 # results
@@ -144,9 +132,9 @@ def products(me: Rank, path: str) -> None:
 
 
 def in_the_engine(me: Rank, path: str) -> None:
-    kept = Kept.of_operators()
+    logged = logged_by_operators()
     products(me, path)
-    assert not kept.texts
+    assert not logged.messages
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
@@ -172,17 +160,17 @@ def test_elsewhere_python_combines_and_the_log_says_why(c_library: str, placemen
 
 
 def elsewhere(me: Rank, path: str, reason: str) -> None:
-    kept = Kept.of_operators()
+    logged = logged_by_operators()
     products(me, path)
-    assert len(kept.texts) == 4 * len(COUNTS)
-    assert all(f"does not run in the engine: {reason}" in text for text in kept.texts)
+    assert len(logged.messages) == 4 * len(COUNTS)
+    assert all(f"does not run in the engine: {reason}" in text for text in logged.messages)
 
 
 def checked(me: Rank, path: str) -> None:
-    kept, op = Kept.of_operators(), product_of(path, check=True)
+    logged, op = logged_by_operators(), product_of(path, check=True)
     x, y = matrices(me.rank, 20_001), matrices(me.rank, 20_001)
     ringreduce.all_reduce(x, op=op)
-    assert torch.equal(x, folded(range(me.size), 20_001)) and kept.texts[0].endswith("engine: check=True")
+    assert torch.equal(x, folded(range(me.size), 20_001)) and logged.messages[0].endswith("engine: check=True")
     ringreduce.scan(y, op)
     assert torch.equal(y, folded(range(me.rank + 1), 20_001))
     with pytest.raises(InvalidArgument, match=r"elements of 16 bytes, of dtype int32; .* takes elements of 32 bytes"):
@@ -367,8 +355,7 @@ def differ(me: Rank, path: str, case: str) -> None:
     ringreduce.all_reduce(torch.ones(1000, dtype=torch.int32), op=plus)
     with pytest.raises(CollectiveMismatch) as raised:
         call()
-    assert f"all_reduce({ours}" in str(raised.value).replace("bytes=4000, ", "") or ours in str(raised.value)
-    assert theirs in str(raised.value)
+    assert ours in str(raised.value) and theirs in str(raised.value)
 
 
 @pytest.mark.parametrize("case", ["operators", "dtypes", "counts", "sum"])
