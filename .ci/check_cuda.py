@@ -269,7 +269,9 @@ def main() -> int:
     if write and now and not faults:
         TABLE.write_text(now, encoding="utf-8")
     elif now:
-        faults, missing = (has + more for has, more in zip((faults, missing), check_table(now), strict=True))
+        changed, unknown = check_table(now)
+        faults += changed
+        missing += unknown
     missing += [f"the rows for sm_{number}: no NVRTC here knows it" for number in nvrtc.unknown]
     for fault in faults:
         print(f"error: {fault}")
