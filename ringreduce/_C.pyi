@@ -187,6 +187,21 @@ def observe(memfd: int) -> list[RankSeen]: ...
 class Operator:
     def __init__(self, *, function: int, element_bytes: int, digest: int, name: str, failure: str) -> None: ...
 
+class PythonOperator(Operator):
+    def __init__(
+        self,
+        *,
+        function: Callable[[Tensor, Tensor, Tensor], None],
+        dtype: torch.dtype,
+        row_shape: Sequence[int],
+        copies: bool,
+        most_bytes: int,
+        element_bytes: int,
+        digest: int,
+        name: str,
+    ) -> None: ...
+    def take_error(self) -> BaseException | None: ...
+
 class ProcessGroupRing(Backend):
     def __init__(
         self,

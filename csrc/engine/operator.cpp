@@ -6,13 +6,10 @@
 #include "core/partition.h"
 
 namespace ringreduce {
-namespace {
 
-constexpr std::size_t kTile = 8192;  // what is folded stays in the L1 cache
-
-}  // namespace
-
-std::size_t Operator::tile_bytes() const { return std::max(kTile / element_bytes, std::size_t{1}) * element_bytes; }
+std::size_t Operator::tile_bytes() const {
+  return std::max(most_bytes / element_bytes, std::size_t{1}) * element_bytes;
+}
 
 bool Operator::fold(std::span<void* const> dsts, std::span<const void* const> srcs, std::size_t count,
                     std::byte* scratch) const {

@@ -1,8 +1,9 @@
-// A reduction of the user's own: a function in machine code, and by what ranks tell it from others.
+// A reduction of the user's own: its function, and by what ranks tell it from others.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <string>
 
@@ -11,15 +12,17 @@ namespace ringreduce {
 struct Operator {
   // Combines `count` elements: out[i] = a[i] op b[i]. `out` may be `a` or `b`, and shares no memory with them
   // otherwise. Not 0: it failed.
-  using Function = int (*)(const void* a, const void* b, void* out, std::size_t count);
+  using Function = std::function<int(const void* a, const void* b, void* out, std::size_t count)>;
 
-  Function function = nullptr;
+  Function function;
   std::size_t element_bytes = 1;
   std::uint64_t digest = 0;  // of all that ranks must agree on
   std::string name;          // with the kind of its elements, for texts of errors
   std::string failure;       // what it means that the function fails
+  std::size_t most_bytes =
+      8192;  // of an operand that the function gets at a time: what is folded stays in the L1 cache
 
-  // The function gets this much of each operand at a time, or one element.
+  // In whole elements, and one at least.
   std::size_t tile_bytes() const;
 
   // dst[i] = srcs[0][i] op srcs[1][i] op ..., evaluated from left to right, for i in [0, count) and each of the `dsts`,

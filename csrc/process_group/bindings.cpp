@@ -18,6 +18,7 @@
 #include "process_group/gpu_bindings.h"
 #include "process_group/keywords.h"
 #include "process_group/one_thread.h"
+#include "process_group/operator_bindings.h"
 #include "process_group/process_group_ring.h"
 #include "transport/links.h"
 
@@ -308,16 +309,6 @@ void bind_group(py::module_& m) {
       .def(py::init<>())
       .def("reset", &Feedback::reset, "Forgets what was cut off.")
       .def_property_readonly("bytes", &Feedback::bytes, "Of memory: four for each element.");
-  py::class_<Operator>(m, "Operator")
-      .def(py::init([](std::uintptr_t function, std::size_t element_bytes, std::uint64_t digest, std::string name,
-                       std::string failure) {
-             if (name.size() >= CallHistory::kNameBytes)
-               throw Error(ErrorKind::invalid_argument, "name has " + std::to_string(name.size()) + " bytes");
-             return Operator{reinterpret_cast<Operator::Function>(address(function)), element_bytes, digest,
-                             std::move(name), std::move(failure)};
-           }),
-           py::kw_only(), py::arg("function"), py::arg("element_bytes"), py::arg("digest"), py::arg("name"),
-           py::arg("failure"));
   py::class_<Group, c10::intrusive_ptr<Group>, c10d::Backend>(m, "ProcessGroupRing")
       .def(py::init(&make_group))
       .def("add_link", &Group::add_link, no_gil, py::arg("peer"), py::arg("socket"), py::arg("path"))
@@ -479,6 +470,7 @@ PYBIND11_MODULE(_C, m) {
   bind_settings(m);
   bind_observe(m);
   bind_roster(m);
+  bind_operators(m);
   bind_group(m);
   bind_reports(m);
   bind_kernels(m);

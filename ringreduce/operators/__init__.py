@@ -5,6 +5,8 @@ rank r combines them from rank 0 upwards, and an all_gather brings the results t
 order of ranks on every transport and layout of hosts, and no rank sends more than twice its tensor. A scan sends each
 partial result back to its rank by a second all_to_all.
 
+On one host the engine itself makes an all_reduce of one tensor (`combiners`), in rank order too.
+
 Before data moves, the ranks compare what they call. Before results move, they tell each other whether the operator has
 raised an error. Both are small all_gathers. So every rank learns of a fault, and the group stays usable. A small tensor
 travels with the first of them, and each rank combines all of it.
@@ -29,8 +31,8 @@ from ringreduce.operators.rows import Given, check_alike, rows_of, shown
 
 
 def all_reduce(op: Op, tensor: Given, group: Group, async_op: bool, out: Given | None) -> Work:
-    if op.native and not async_op and not op.check:  # the checks of Call take longer than a small call
-        known = op.native.by_dtype.get(getattr(tensor, "dtype", None))
+    if op.combiner and not async_op and not op.check:  # the checks of Call take longer than a small call
+        known = op.combiner.by_dtype.get(getattr(tensor, "dtype", None))
         if known and _C.all_reduce_now(group, tensor, known, out):
             return None
     call = Call("all_reduce", op, group, async_op, rows_of(op, "tensor", tensor), out)
@@ -137,7 +139,7 @@ def _scan(what: str, tensor: Given, given: Any, group: Group, out: Given | None)
         raise InvalidArgument(f"op is {given!r:.60}; {what} takes a ringreduce.Op, or {names} of ReduceOp")
     rows = rows_of(op, "tensor", tensor)
     if not isinstance(given, Op) and op.name in ("BAND", "BOR", "BXOR") and rows[0].rows.is_floating_point():
-        raise InvalidArgument(f"tensor has dtype {rows[0].dtype}; {op.name} is of integers and bool")
+        raise InvalidArgument(f"tensor has dtype {rows[0].elements.name}; {op.name} is of integers and bool")
     call = Call(what, op, group, False, rows, out)
     for block in call.blocks():
         block.exchange(before=1)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,11 +17,10 @@ from ringreduce import _C
 from ringreduce.errors import CollectiveMismatch, InvalidArgument, OperatorFailed
 from ringreduce.groups.lookup import backend_of
 from ringreduce.groups.tensors import share_memory
+from ringreduce.operators.combiners import TILE_BYTES
 from ringreduce.operators.op import Op
 from ringreduce.operators.rows import Given, Rows, check_alike, rows_of, shown
 
-TILE_BYTES = 256 << 10
-"""An operator gets this much of each operand at a time, so that what it allocates stays in the cache."""
 BLOCK_BYTES = 16 << 20
 """A call goes through its tensors in blocks of this size, so that the memory it needs beside them is bounded."""
 FRAME_BYTES, DIGEST_BYTES = 1024, 16
@@ -69,59 +68,73 @@ class Call:
         self.backend = backend_of(group)
         self.rank, self.size = self.backend.rank(), self.backend.size()
         self.count = sources[0].count
-        self.elements = " and ".join(f"{each.dtype}{list(each.element) or ''}" for each in sources)
+        elements = " and ".join(str(each.elements) for each in sources)
         number = f"{self.count} elements of " if counted else ""
-        self.what = f"{what} by operator {op.name!r} on {number}{self.elements}"
+        checked = " with check=True" if op.check else ""
+        self.what = f"{what} by operator {op.name!r}{checked} on {number}{elements}"
+        self.row_bytes = sum(each.elements.row_bytes for each in sources)
 
     def all_reduced(self) -> bool:
         """Has the engine make an all_reduce; False, with nothing done, where it cannot."""
-        native, reason = self.op.native, "check=True" if self.op.check else ""
-        if native is None:
-            reason = "its function is Python's"
-        else:
-            source, target = self.sources[0], self.targets[0]
-            operator = native.operator(self.op.name, self.elements, source.row_bytes)
-            reason = reason or self.backend.why_not(operator)
-            if not reason:
-                if target is not source:
-                    target.rows.copy_(source.rows)
-                self.backend.allreduce_by(operator, as_bytes(target.rows))
-                if not source.element and isinstance(source.array, torch.Tensor):
-                    native.by_dtype[source.array.dtype] = operator
-                return True
+        combiner = self.op.combiner
+        if combiner is None or self.op.check:
+            return self.elsewhere("check=True" if self.op.check else "it is on several tensors")
+        source, target = self.sources[0], self.targets[0]
+        operator = combiner.operator(self.op.name, source.elements)
+        if reason := self.backend.why_not(operator):
+            return self.elsewhere(reason)
+        if isinstance(operator, _C.PythonOperator):
+            self.all_reduce_by_python(operator, source, target)
+            return True
+        if target is not source:
+            target.rows.copy_(source.rows)
+        self.backend.allreduce_by(operator, as_bytes(target.rows))
+        if not source.elements.shape and isinstance(source.array, torch.Tensor):
+            combiner.by_dtype[source.array.dtype] = operator
+        return True
+
+    def all_reduce_by_python(self, operator: _C.PythonOperator, source: Rows, target: Rows) -> None:
+        self.agree()
+        if target is not source:
+            target.rows.copy_(source.rows)
+        with suppress(OperatorFailed):  # the other ranks do not know the error, and some not even that there is one
+            self.backend.allreduce_by(operator, as_bytes(target.rows))
+        self.agree_on_success(operator.take_error())
+
+    def elsewhere(self, reason: str) -> bool:
         log.debug("%s does not run in the engine: %s", self.what, reason)
         return False
 
+    def small(self) -> bool:
+        """Whether the tensors travel with what the ranks tell each other first."""
+        return self.count * self.row_bytes <= FRAME_BYTES - DIGEST_BYTES
+
     def blocks(self) -> Iterator[Block]:
         """The call's elements, cut in blocks. Those of a small call have come with what the ranks compared."""
-        row_bytes = max(1, sum(source.row_bytes for source in self.sources))
-        if self.count * row_bytes <= FRAME_BYTES - DIGEST_BYTES:
+        if self.small():
             block = Block(self, 0, self.count, self.count, everywhere=True)
-            block.take(self.agree([source.rows for source in self.sources]))
+            rows = b"".join(as_bytes(source.rows).numpy().tobytes() for source in self.sources)
+            block.take(self.agree(rows))
             yield block
             return
         self.agree()
-        most = max(1, BLOCK_BYTES // row_bytes // self.size) * self.size
+        most = max(1, BLOCK_BYTES // max(1, self.row_bytes) // self.size) * self.size
         for begin in range(0, self.count, most):
             yield Block(self, begin, min(most, self.count - begin))
 
-    def agree(self, rows: Sequence[torch.Tensor] = ()) -> torch.Tensor:
-        """Raises CollectiveMismatch if the ranks do not make the same call. Returns all ranks' `rows` as bytes."""
+    def agree(self, rows: bytes = b"") -> list[bytes]:
+        """Raises CollectiveMismatch if the ranks do not make the same call. Returns each rank's digest and `rows`."""
         digest = hashlib.blake2b(self.what.encode(), digest_size=DIGEST_BYTES).digest()
-        parts = [_tensor(digest), *(as_bytes(each) for each in rows)]
-        frame = torch.zeros(FRAME_BYTES, dtype=torch.uint8, device="cpu")
-        frames = torch.empty((self.size, FRAME_BYTES), dtype=torch.uint8, device="cpu")
-        torch.cat(parts, out=frame[: sum(map(len, parts))])
-        gather_all(self.group, frames, frame)
-        differ = frames[:, :DIGEST_BYTES].ne(frames[0, :DIGEST_BYTES]).any(1)
-        if differ.any():
-            calls, other = self.told(_text(self.what)), int(differ.int().argmax())
+        frames = self.told((digest + rows).ljust(FRAME_BYTES, b"\0"))
+        other = next((rank for rank, frame in enumerate(frames) if not frame.startswith(frames[0][:DIGEST_BYTES])), 0)
+        if other:
+            calls = self.told(_text(self.what))
             raise CollectiveMismatch(
                 f"rank 0 called {_plain(calls[0])}, and rank {other} {_plain(calls[other])}; nothing was combined, and "
                 "the group can be used again",
                 other,
             )
-        return frames[:, DIGEST_BYTES:]
+        return frames
 
     def told(self, own: bytes) -> list[bytes]:
         """What every rank passes, of equal lengths."""
@@ -158,13 +171,13 @@ class Block:
         self.mine = min(max(count - call.rank * self.share, 0), self.share) if share is None else share
         self.rooms: list[torch.Tensor] = []
 
-    def take(self, frames: torch.Tensor) -> None:
+    def take(self, frames: list[bytes]) -> None:
         """Fills the rooms from what `Call.agree` has returned."""
-        begin = 0
+        begin = DIGEST_BYTES
         for source in self.sources:
             rows, end = source.rows, begin + source.rows.nbytes
-            room = frames[:, begin:end].contiguous().view(-1).view(rows.dtype)
-            self.rooms.append(room.view(self.size, *rows.shape))
+            room = _tensor(b"".join(frame[begin:end] for frame in frames))
+            self.rooms.append(room.view(rows.dtype).view(self.size, *rows.shape))
             begin = end
 
     def exchange(self, before: int = 0) -> None:
@@ -183,7 +196,7 @@ class Block:
     def combine(self, prefixes: bool = False) -> None:
         """Combines the shares into that of rank 0; with `prefixes`, all up to each rank's into that rank's."""
         rooms = [room[len(room) - self.size :] for room in self.rooms]
-        tile = max(1, TILE_BYTES // max(1, *(source.row_bytes for source in self.sources)))
+        tile = max(1, TILE_BYTES // max(1, *(source.elements.row_bytes for source in self.sources)))
         error: BaseException | None = None
         try:
             with torch.no_grad():
@@ -221,7 +234,7 @@ class Block:
             claims["f(a, b) is f(b, a), as commutative=True says"] = whole, self.applied(b, a)
         for claim, (left, right) in claims.items():
             for source, x, y, *operands in zip(self.sources, left, right, a, b, c, strict=True):
-                if not source.close(x, y, operands):
+                if not source.elements.close(x, y, operands):
                     raise ValueError(f"check=True: it is not so that {claim}")
 
     def applied(self, a: list[torch.Tensor], b: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -231,7 +244,7 @@ class Block:
 
     def operand(self, rows: list[torch.Tensor]) -> Any:
         """What the operator takes for these rows, one tensor or a tuple of them."""
-        values = tuple(source.operand(each) for source, each in zip(self.sources, rows, strict=True))
+        values = tuple(source.elements.operand(each) for source, each in zip(self.sources, rows, strict=True))
         return values[0] if len(values) == 1 else values
 
     def store(self, result: Any, rows: list[torch.Tensor]) -> None:
@@ -239,7 +252,7 @@ class Block:
         if not isinstance(values, tuple | list) or len(values) != len(rows):
             raise TypeError(f"it returned {shown(values)}; it must return a tuple of {len(rows)}, like its operands")
         for source, value, each in zip(self.sources, values, rows, strict=True):
-            source.store(value, each)
+            source.elements.store(value, each)
 
     def to_all(self) -> None:
         """Every rank gets what was combined."""

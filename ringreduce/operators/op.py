@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from ringreduce.errors import InvalidArgument
-from ringreduce.operators import native
-
-Shape: TypeAlias = tuple[int, ...]
+from ringreduce.operators.combiners import Combiner, Compiled, Interpreted, compiled
+from ringreduce.operators.elements import Shape
 
 
 class Op:
@@ -44,8 +43,8 @@ class Op:
         """Bytes of an element, where the operator takes no others."""
         self.dtype = dtype
         """The dtype of elements, where the operator takes no other."""
-        self.native: native.Native | None = None
-        """The function, if it is in machine code."""
+        self.combiner: Combiner | None = None
+        """What the engine calls; it combines one tensor only."""
 
     def __repr__(self) -> str:
         return f"ringreduce.Op({self.name!r})"
@@ -83,7 +82,9 @@ class Op:
             raise InvalidArgument(f"f is {f!r:.60}; it must be a function of two operands")
         if isinstance(tensors, bool) or not isinstance(tensors, int) or tensors < 1:
             raise InvalidArgument(f"tensors is {tensors!r:.60}; it must be how many tensors f combines, 1 or more")
-        return Op(f, _shapes(element, tensors), _name_of(f, name), commutative, check)
+        op = Op(f, _shapes(element, tensors), _name_of(f, name), commutative, check)
+        op.combiner = Interpreted(f) if tensors == 1 else None
+        return op
 
     @staticmethod
     def numba(
@@ -110,11 +111,11 @@ class Op:
         if element is None or dtype.hasobject or dtype.itemsize == 0 or dtype.subdtype:
             raise InvalidArgument(f"element is {element!r:.60}; it must be a NumPy dtype of numbers or records")
         name = _name_of(getattr(f, "py_func", f), name)
-        function = native.compiled(f, dtype)
+        function = compiled(f, dtype)
         failure = "f raised an error; it shows in Python: f.py_func, or f itself"
-        found = native.Native(function.address, failure, kept=function)
+        found = Compiled(function.address, failure, kept=function)
         op = Op(found.combine, [()], name, commutative, check, dtype.itemsize, dtype)
-        op.native = found
+        op.combiner = found
         return op
 
     @staticmethod
@@ -140,9 +141,9 @@ class Op:
             raise InvalidArgument(f"element_bytes is {element_bytes!r:.60}; it must be a number of bytes, 1 or more")
         if not isinstance(name, str):
             raise InvalidArgument(f"name is {name!r:.60}; it must be a text of 1 to 100 characters")
-        found = native.Native(address)
+        found = Compiled(address)
         op = Op(found.combine, _shapes(element, 1), _name_of(found.combine, name), commutative, check, element_bytes)
-        op.native = found
+        op.combiner = found
         return op
 
 

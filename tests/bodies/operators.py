@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from distributed.harness import Rank
+from processes import Logged
 
 import ringreduce
 from ringreduce import Op
@@ -72,3 +74,8 @@ def lives_on(me: Rank) -> None:
     ringreduce.all_reduce(x, op=PRODUCT)
     assert torch.equal(x, folded(range(me.size), 3))
     dist.barrier()
+
+
+def logged_by_operators() -> Logged:
+    logging.getLogger("ringreduce.operators.call").setLevel(logging.DEBUG)
+    return Logged("ringreduce.operators.call")

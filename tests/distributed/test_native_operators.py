@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 import shutil
 import signal
 import subprocess
@@ -18,9 +17,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from bodies.collectives import SMALL_SLOTS
-from bodies.operators import ELEMENT_BYTES, PLACEMENTS, folded, lives_on, matrices, placed, rightmost
+from bodies.operators import (
+    ELEMENT_BYTES,
+    PLACEMENTS,
+    folded,
+    lives_on,
+    logged_by_operators,
+    matrices,
+    placed,
+    rightmost,
+)
 from distributed.harness import Rank, Ranks, run
-from processes import Logged
 
 import ringreduce
 from ringreduce import Op
@@ -99,11 +106,6 @@ def product_of(path: str, check: bool = False) -> Op:
 
 def sum_of(path: str, function: str = "sum") -> Op:
     return Op.c(address(path, function), 4, function)
-
-
-def logged_by_operators() -> Logged:
-    logging.getLogger("ringreduce.operators.call").setLevel(logging.DEBUG)
-    return Logged("ringreduce.operators.call")
 
 
 # results

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +20,10 @@ from bodies.operators import (
     folded,
     later,
     lives_on,
+    logged_by_operators,
     matrices,
     placed,
+    product,
     rightmost,
 )
 from distributed.harness import Rank, run
@@ -116,6 +120,46 @@ def in_small_blocks(me: Rank) -> None:
 
 def test_many_blocks_and_tiles() -> None:
     run(placed, 3, {}, in_small_blocks)
+
+
+def in_the_engine(me: Rank) -> None:
+    logged = logged_by_operators()
+    op, kept = Op.torch(product, element=(2, 2)), []
+
+    def keeps_its_operands(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        kept.append((a, b, b.tobytes()))
+        return rightmost(a, b)
+
+    for count in (300, 3000, 100_003):  # combined by all ranks, by one rank each, in several tiles
+        x, into = matrices(me.rank, count), torch.empty((count, 2, 2), dtype=torch.int64)
+        ringreduce.all_reduce(x, op=op, out=into)
+        assert torch.equal(x, matrices(me.rank, count)) and torch.equal(into, folded(range(me.size), count))
+        inputs = [np.random.default_rng(rank).integers(0, 3, count).astype("i4").view("V4") for rank in range(me.size)]
+        y = inputs[me.rank].copy()
+        ringreduce.all_reduce(y, op=Op.torch(keeps_its_operands, name="rightmost"))
+        assert y.tobytes() == functools.reduce(rightmost, inputs).tobytes()
+    assert kept and all(b.tobytes() == then for _, b, then in kept)
+    assert not logged.messages
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_the_engine_calls_functions_in_python(size: int) -> None:
+    run(placed, size, {}, in_the_engine)
+
+
+def forgotten(me: Rank) -> None:
+    def add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a + b
+
+    alive = weakref.ref(add)
+    ringreduce.all_reduce(torch.ones(5000), op=Op.torch(add))
+    del add
+    gc.collect()
+    assert alive() is None
+
+
+def test_the_engine_keeps_no_function() -> None:
+    run(placed, 2, {}, forgotten)
 
 
 # what a tensor may be

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 
@@ -16,6 +18,7 @@ from distributed.harness import Rank, Ranks, run
 import ringreduce
 from ringreduce import Op
 from ringreduce.errors import CollectiveMismatch, InvalidArgument, OperatorFailed, PeerLost
+from ringreduce.operators import call as calls_of_operators
 
 
 def raises_on_one_rank(me: Rank, count: int) -> None:
@@ -44,7 +47,7 @@ def raises_on_one_rank(me: Rank, count: int) -> None:
 
 
 @pytest.mark.parametrize("placement", ["one host", "gloo", "2 x 2"])
-@pytest.mark.parametrize("count", [4, 100_000])
+@pytest.mark.parametrize("count", [4, 2000, 100_000])
 def test_an_error_on_one_rank_is_raised_on_all(placement: str, count: int) -> None:
     run(placed, 4, PLACEMENTS[placement], raises_on_one_rank, count)
 
@@ -76,6 +79,28 @@ def odd_errors(me: Rank) -> None:
 
 def test_every_error_is_told() -> None:
     run(placed, 2, {}, odd_errors)
+
+
+def interrupted(me: Rank) -> None:
+    """A signal that comes while the engine waits for another rank is raised as soon as Python runs again."""
+    x, as_bytes = torch.zeros(100_000), calls_of_operators.as_bytes
+
+    def late(rows: torch.Tensor) -> torch.Tensor:
+        time.sleep(1.0)
+        return as_bytes(rows)
+
+    if me.rank == 0:
+        calls_of_operators.as_bytes = late
+    else:
+        threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(OperatorFailed if me.rank == 0 else KeyboardInterrupt, match=None if me.rank else "KeyboardInt"):
+        ringreduce.all_reduce(x, op=Op.torch(torch.add))
+    calls_of_operators.as_bytes = as_bytes
+    lives_on(me)
+
+
+def test_a_signal_before_the_function_runs_is_an_error_of_it() -> None:
+    run(placed, 2, {}, interrupted)
 
 
 def wrong_results(me: Rank) -> None:

@@ -1,0 +1,151 @@
+"""What the engine calls in an all_reduce by an operator of the user's own: a C function, by its address or compiled by
+Numba, or a function in Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from types import BuiltinFunctionType
+from typing import Any
+
+import numpy as np
+import torch
+
+from ringreduce import _C
+from ringreduce.errors import InvalidArgument
+from ringreduce.operators.elements import Elements
+
+NAME_BYTES = 127
+"""What the engine keeps of a name."""
+TILE_BYTES = 128 << 10
+"""A function in Python gets this much of each operand at a time, so that what it allocates stays in the cache."""
+
+_C_FUNCTION = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+class Combiner(ABC):
+    """A function, and what the engine takes for it on each kind of elements."""
+
+    def __init__(self) -> None:
+        self._operators: dict[tuple[str, str], _C.Operator] = {}
+        self.by_dtype: dict[Any, _C.Operator] = {}
+        """Those of functions in machine code, for tensors whose elements are torch's numbers and were checked once."""
+
+    def operator(self, name: str, elements: Elements) -> _C.Operator:
+        """What the engine takes. Other ranks must call the same name on the same elements."""
+        known = self._operators.get((name, str(elements)))
+        if known is None:
+            text = f"{name!r} on {elements}".encode(errors="backslashreplace")
+            digest = hashlib.blake2b(text + b" of %d bytes" % elements.row_bytes, digest_size=8).digest()
+            known = self.bound(elements, int.from_bytes(digest, "little"), text[:NAME_BYTES].decode(errors="ignore"))
+            self._operators[name, str(elements)] = known
+        return known
+
+    @abstractmethod
+    def bound(self, elements: Elements, digest: int, name: str) -> _C.Operator: ...
+
+
+class Compiled(Combiner):
+    """`int f(const void* a, const void* b, void* out, size_t n)` at `address`. `failure` is what it means that it
+    returns another number than 0, and `kept` what must live as long."""
+
+    def __init__(
+        self, address: Any, failure: str = "the function returned another number than 0", kept: Any = None
+    ) -> None:
+        super().__init__()
+        if isinstance(address, bool) or not isinstance(address, int) or address <= 0:
+            raise InvalidArgument(f"address is {address!r:.60}; it must be the address of a function, a number above 0")
+        self.address, self.failure, self.kept = address, failure, kept
+        self._function = _C_FUNCTION(address)
+
+    def combine(self, a: Any, b: Any) -> Any:
+        if self._function(_place(a), _place(b), _place(a), len(a)) != 0:
+            raise RuntimeError(self.failure)
+        return a
+
+    def bound(self, elements: Elements, digest: int, name: str) -> _C.Operator:
+        return _C.Operator(
+            function=self.address,
+            element_bytes=elements.row_bytes,
+            digest=digest,
+            name=name,
+            failure=self.failure,
+        )
+
+
+class Interpreted(Combiner):
+    """A function in Python, of two tensors or NumPy arrays. It gets copies, which it may keep, unless it is one of
+    torch's own, which keep nothing and write to no operand."""
+
+    def __init__(self, function: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def bound(self, elements: Elements, digest: int, name: str) -> _C.PythonOperator:
+        function, operand, store = self.function, elements.operand, elements.store
+
+        def combine(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+            store(function(operand(a), operand(b)), out)
+
+        return _C.PythonOperator(
+            function=combine,
+            dtype=elements.row_dtype,
+            row_shape=elements.row_shape,
+            copies=not isinstance(function, BuiltinFunctionType),
+            most_bytes=TILE_BYTES,
+            element_bytes=elements.row_bytes,
+            digest=digest,
+            name=name,
+        )
+
+
+def _place(operand: Any) -> int:
+    return int(operand.data_ptr() if isinstance(operand, torch.Tensor) else operand.ctypes.data)
+
+
+def compiled(f: Any, dtype: np.dtype[Any]) -> Any:
+    """`f` as a C function with the loop around it, by Numba. The result has its `address`; keep it."""
+    try:
+        import numba
+        from numba import carray, cfunc, from_dtype, types
+    except ImportError:
+        raise InvalidArgument("Op.numba needs Numba, which is not installed: pip install numba") from None
+    element = from_dtype(dtype)
+    inner = f if hasattr(f, "py_func") else numba.njit(f)
+    pointer = types.CPointer(element)
+
+    def numbers(a: Any, b: Any, out: Any, n: Any) -> int:
+        try:
+            left, right, result = carray(a, n), carray(b, n), carray(out, n)
+            # LLVM vectorizes a loop only where it finds that what is written is apart from all that is read otherwise.
+            if result.ctypes.data == left.ctypes.data:
+                for i in range(n):
+                    left[i] = inner(left[i], right[i])
+            elif result.ctypes.data == right.ctypes.data:
+                for i in range(n):
+                    right[i] = inner(left[i], right[i])
+            else:
+                for i in range(n):
+                    result[i] = inner(left[i], right[i])
+        except Exception:
+            return 1
+        return 0
+
+    def records(a: Any, b: Any, out: Any, n: Any) -> int:
+        try:
+            left, right, result = carray(a, n), carray(b, n), carray(out, n)
+            one = np.empty(1, dtype)  # since `out` is where `a` is
+            for i in range(n):
+                inner(left[i], right[i], one[0])
+                result[i] = one[0]
+        except Exception:
+            return 1
+        return 0
+
+    try:
+        return cfunc(types.int32(pointer, pointer, pointer, types.uintp))(records if dtype.names else numbers)
+    except numba.core.errors.NumbaError as error:
+        raise InvalidArgument(f"f cannot be compiled by Numba for elements of {dtype}: {error}") from None
