@@ -17,7 +17,7 @@ from bodies.data import Rows, is_alive, open_files, servers_of, until
 from distributed.harness import Rank, run
 
 from ringreduce.data import Loader, Order, loader, supervisor
-from ringreduce.data.messages import address
+from ringreduce.data.messages import address, next_message
 from ringreduce.errors import InvalidArgument, SampleFailed, SystemFailure
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -76,6 +76,17 @@ def too_many_servers(me: Rank) -> None:
 
 def test_servers_that_cannot_start_are_an_error_with_the_reason() -> None:
     run(too_many_servers, 1)
+
+
+def test_what_a_process_said_before_it_ended_is_heard_after_the_reset() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        ours.send(b"not read")
+        theirs.send(b"the reason")
+        theirs.close()
+        assert next_message(ours) == (b"the reason", [])
+        with pytest.raises(ConnectionError):
+            next_message(ours)
 
 
 def killed_at_its_start(me: Rank) -> None:
