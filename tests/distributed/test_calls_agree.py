@@ -205,6 +205,7 @@ def wait_for_a_message(me: Rank, transport: str, sends: bool) -> tuple[str, str]
         return type(raised.value).__name__, str(raised.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sends", [True, False])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_messages_that_nobody_takes_or_sends_name_the_rank(transport: str, sends: bool) -> None:

@@ -67,6 +67,7 @@ def errors_of_sums(me: Rank, wire_dtype: str, op: dist.ReduceOp.RedOpType) -> di
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire_dtype", BITS)
 @pytest.mark.parametrize("hosts", (None, [0, 0, 1, 1], [0, 1, 1, 1]), ids=("tcp", "2 x 2", "uneven"))
 def test_the_error_of_many_calls_is_that_of_one(hosts: Hosts, wire_dtype: str) -> None:

@@ -230,6 +230,7 @@ world.leave()
 """
 
 
+@pytest.mark.slow
 def test_founders_that_are_started_again_found_again(tmp_path: Any) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     keep = [sys.executable, "-m", "ringreduce", "keep", "--errors", "--again", "5", sys.executable, "-c", FOUNDER]

@@ -118,6 +118,7 @@ def test_a_rank_that_goes_on_after_the_timeout_changes_no_tensor_of_others(size:
         ranks.results()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", (True, False))
 def test_a_rank_that_goes_on_after_the_timeout_takes_nothing_that_was_changed(shared: bool) -> None:
     for _ in range(4):  # the rank is not always stopped inside of a call

@@ -180,6 +180,7 @@ def needs_root(how: str) -> None:
         pytest.skip("only root may become another user")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", LOSSES)
 @pytest.mark.parametrize(("size", "who"), [(2, (1,)), (2, (0, 1)), (3, (2,)), (4, (0, 2))])
 def test_a_group_goes_on_with_copies_when_access_ends(how: str, size: int, who: tuple[int, ...]) -> None:
@@ -189,6 +190,7 @@ def test_a_group_goes_on_with_copies_when_access_ends(how: str, size: int, who: 
     assert all(after == before for before, after in lent)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(max(map(len, BUILDERS.values()))))
 def test_every_algorithm_goes_on_with_copies(number: int) -> None:
     algorithms = ";".join(f"{name}:{[*known][number % len(known)]}" for name, known in BUILDERS.items())

@@ -104,6 +104,7 @@ def check(ranks: int, api: str, cases: list[Combination]) -> collections.Counter
     return outcomes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", (2, 3))
 def test_every_dtype_operation_and_layout(ranks: int) -> None:
     outcomes = check(ranks, "ringreduce", combinations(REDUCING, MOVING, SAME))
@@ -115,6 +116,7 @@ def test_inputs_and_outputs_of_different_layouts() -> None:
     assert outcomes["right"] > 2000
 
 
+@pytest.mark.slow
 def test_the_same_through_torch_and_by_gloo() -> None:
     outcomes = check(2, "torch.distributed", through_torch())
     assert outcomes["right"] > 5000 and outcomes["refused"] > 3000 and outcomes["by Gloo"] > 900

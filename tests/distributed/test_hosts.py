@@ -202,6 +202,7 @@ def test_a_stopped_rank_is_what_the_group_waits_for() -> None:
         ranks.results()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", (True, False))
 @pytest.mark.parametrize("hosts", (None, [0, 1, 0]), ids=("tcp", "2 hosts"))
 def test_a_rank_that_goes_on_after_the_timeout_changes_no_tensor_of_others(hosts: Hosts, shared: bool) -> None:
@@ -271,6 +272,7 @@ def wire_results(me: Rank, wire_dtype: str) -> dict[tuple[str, str, int], Any]:
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire_dtype", ("bfloat16", "int8", "int4"))
 @pytest.mark.parametrize("hosts", (None, [0, 0, 1, 1], [0, 1, 1, 1]), ids=("tcp", "2 x 2", "uneven"))
 def test_rounded_on_the_wire(hosts: Hosts, wire_dtype: str) -> None:

@@ -353,6 +353,7 @@ print(ringreduce.arena_stats().in_use)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("value", "in_use"), [("1", 8 * MB), ("0", 0)])
 def test_the_variable_holds_from_the_first_group_to_the_end_of_the_program(value: str, in_use: int) -> None:
     environment = os.environ | {"RINGREDUCE_SHARE_ALLOCATIONS": value}

@@ -105,6 +105,7 @@ def moved(me: Rank, transport: str) -> None:
                     calls.messages()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", OPTIONS)
 def test_bits_are_moved(transport: str) -> None:
     assert {"torch.uint16", "torch.uint64", "torch.float8_e8m0fnu", "torch.uint4"} <= {str(d) for d in MOVED}

@@ -232,6 +232,7 @@ def overlapping(me: Rank, transport: str, calls: int) -> None:
                 one_call(me, case, random.Random(f"{name} {call}"), empty, f"{name}, call {call}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_outputs_over_inputs(ranks: int, transport: str) -> None:

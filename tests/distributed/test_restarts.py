@@ -148,6 +148,7 @@ def test_there_are_40_points(by_hosts: bool) -> None:
     assert all(len(met) >= 40 for met in points(2, by_hosts))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("where", ["begins", "arrival: told", "who: told", "host: joined", "between groups"])
 def test_the_next_attempt_works(backend: str, where: str) -> None:

@@ -66,6 +66,7 @@ def run_over_file(me: Rank, path: str) -> tuple[Any, set[str]]:
         return ringreduce.topology(), lowered
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_a_group_runs_what_is_planned_over_the_file(ranks: int, cube_mesh_file: str) -> None:
     results = run(run_over_file, ranks, cube_mesh_file)

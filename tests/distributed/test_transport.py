@@ -168,6 +168,7 @@ def run_late(me: Rank, text: str) -> None:
             collectives.all_reduce(me, count, call)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("phase", "partial"), [(1, False), (2, False), (2, True)])
 def test_what_is_being_sent_is_not_overwritten(phase: int, partial: bool) -> None:
     run(run_late, 3, late_rank(phase, partial).to_json())

@@ -78,6 +78,7 @@ def load_and_go_on(me: Rank, path: Path) -> None:
         close(model, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("savers, loaders", [(2, 3), (3, 2), (2, 1)])
 def test_saved_and_loaded_by_other_numbers_of_ranks(savers: int, loaders: int, tmp_path: Path) -> None:
     run(save, savers, tmp_path, False)

@@ -74,6 +74,7 @@ def functional(me: Rank, compiler: str) -> None:
                 same(actual, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", (2, 3))
 @pytest.mark.parametrize("compiler", ("eager", "aot_eager"))
 def test_functional_collectives(compiler: str, ranks: int) -> None:
@@ -134,5 +135,6 @@ def compiled_ddp(me: Rank) -> None:
         close(model, trained_alone(me.size, STEPS))
 
 
+@pytest.mark.slow
 def test_compiled_ddp() -> None:
     run(compiled_ddp, 2)

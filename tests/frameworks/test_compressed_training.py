@@ -191,6 +191,7 @@ def fsdp(me: Rank, wire_dtype: str, gather: bool, feedback: bool) -> np.ndarray:
         return values(model.parameters()).numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gather", (False, True), ids=("gradients", "parameters too"))
 @pytest.mark.parametrize("wire_dtype", hooks.WIRE_DTYPES)
 def test_fsdp(wire_dtype: str, gather: bool) -> None:

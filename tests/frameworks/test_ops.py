@@ -113,6 +113,7 @@ def all_of_them(me: Rank, compiler: str | None) -> None:
         assert sum("all_reduce_" in each for each in traced) == len(REDUCTIONS), traced
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", (2, 3))
 @pytest.mark.parametrize("compiler", (None, "aot_eager"))
 def test_every_op(compiler: str | None, ranks: int) -> None:

@@ -78,6 +78,7 @@ def kv_value(kv: ps.KeyValue, key: str, like: torch.Tensor) -> torch.Tensor:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("apart", [False, True], ids=["one host", "several hosts"])
 def test_sync_has_the_bits_of_one_process(apart: bool) -> None:
     found = run(trained, WORKERS, apart)

@@ -369,6 +369,7 @@ def test_many_more_as_one_process_or_an_error(program: Program) -> None:
     check(program)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(programs())

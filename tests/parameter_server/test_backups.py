@@ -98,6 +98,7 @@ def train(me: Rank, kind: Any, arguments: dict[str, Any], *dooms: Any) -> list[A
 SGD, ADAMW = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), (torch.optim.AdamW, {"lr": 0.01})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "optimizer", "step"),
     [
@@ -154,6 +155,7 @@ def tell_history(me: Rank, mode: ps.Mode, *dooms: Any) -> list[Any]:
         return history(kv, kv.worker - SERVERS, WORKERS, mode)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.mode)
 @pytest.mark.parametrize(("place", "step"), [(place, step) for place, steps in DEATHS.items() for step in steps])
 def test_no_push_is_lost_or_applied_twice_at_any_step_of_a_servers_death(place: str, mode: ps.Mode, step: str) -> None:
@@ -247,6 +249,7 @@ def ranks_that_are_both(me: Rank, mode: ps.Mode) -> list[list[float]] | None:
         return finals
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["one host", "apart"])
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.mode)
 def test_the_others_go_on_when_a_rank_is_killed_that_is_worker_and_server(mode: ps.Mode, place: str) -> None:
@@ -535,6 +538,7 @@ def test_a_new_backup_gets_the_rows_of_tables_slab_by_slab_and_is_not_waited_for
     stopped.backup.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", (1500, 6000), ids=("all fit", "there is no room for some"))
 def test_a_new_backup_has_every_push_that_came_while_it_was_made(rows: int) -> None:
     """Pushes of rows that it has not got yet, of new ones, and in one case of some that the server has to refuse."""
@@ -741,6 +745,7 @@ def through_many_kills(
     return kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hosts", "looks_every", "optimizer"),
     [(1, 0.0, SGD), (1, 0.0, ADAMW), (3, 0.1, ADAMW), (3, 1.5, ADAMW)],

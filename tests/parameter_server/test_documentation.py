@@ -86,6 +86,7 @@ def servers(way: str, port: int) -> Iterator[None]:
             each.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["every rank", "ringreduce serve", "ps.serve"])
 def test_a_snapshot_is_restored_by_every_worker_and_once(way: str, tmp_path: Path) -> None:
     found = []

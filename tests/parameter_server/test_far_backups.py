@@ -29,6 +29,7 @@ from ringreduce.errors import InvalidArgument, RingReduceError, TopologyError
 from ringreduce.parameter_server.placement import backup_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.mode)
 def test_servers_of_one_host_keep_what_workers_of_another_push(mode: ps.Mode) -> None:
     times = random.randrange(5, PUSHES)
@@ -195,6 +196,7 @@ def pushes_meanwhile(me: Rank, doomed: int) -> bool:
     return is_right
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("doomed", "step"),
     [(0, "leaves"), (1, "inherits"), (1, "gives"), (1, "taking over"), (1, "serving"), (-1, "never")],

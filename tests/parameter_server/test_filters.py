@@ -178,6 +178,7 @@ def learns(me: Rank, wires: tuple[str, str]) -> float:
         return float(digits.accuracy(model))
 
 
+@pytest.mark.slow
 def test_training_gets_as_far_with_filters() -> None:
     reached = {
         wires: min(run(placed, 2, APART, learns, wires))

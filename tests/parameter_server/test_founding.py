@@ -88,6 +88,7 @@ def founds(me: Rank, port: int, founders: str) -> list[float]:
         return out.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("founders", ["workers", "servers"])
 @pytest.mark.parametrize("where", ["founding._agree_on_all", "founding._make_known", "join.enter"])
 @pytest.mark.parametrize("comes", [(0,), (1, 2), (0, 1, 2)])

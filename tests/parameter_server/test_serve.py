@@ -138,6 +138,7 @@ def pushes(me: Rank, port: int, steps: int) -> list[float]:
     return [float(steps)]
 
 
+@pytest.mark.slow
 def test_servers_write_snapshots_by_time_and_at_their_end(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     words = ["--store", f"127.0.0.1:{port}", "--memory", "32M", "--size", "2", "--snapshots", str(tmp_path)]
@@ -320,6 +321,7 @@ def waits(me: Rank, port: int) -> None:
         kv.wait(*pending or [kv.push("w", torch.ones(10))])
 
 
+@pytest.mark.slow
 def test_status_says_whom_they_wait_for(capsys: pytest.CaptureFixture[str]) -> None:
     (port,) = free_ports(1)
     server = start("--store", f"127.0.0.1:{port}", "--memory", "16M")

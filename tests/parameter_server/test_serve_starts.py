@@ -82,6 +82,7 @@ def test_who_waits_long_says_what_for(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "waits for all servers of the parameter server 'default', up to 1 s in all" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("listens", [True, False])
 def test_waiting_for_the_store_can_be_interrupted(listens: bool, stranger: str, tmp_path: Path) -> None:
     address = stranger if listens else f"127.0.0.1:{free_ports(1)[0]}"

@@ -203,6 +203,7 @@ def test_the_last_process_keeps_what_it_has() -> None:
             kv.push("w", torch.ones(3)).wait()
 
 
+@pytest.mark.slow
 def test_the_command_joins_and_gives_away_what_it_has_at_sigterm() -> None:
     (port,) = free_ports(1)
     words = ["--store", f"127.0.0.1:{port}", "--timeout", "60"]

@@ -72,6 +72,7 @@ def with_backups(me: Rank, kind: Any, arguments: dict[str, Any], *dooms: Any) ->
         return train(kv, kv.worker - backed_up.SERVERS, kind, arguments, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [5, 9])
 @pytest.mark.parametrize("step", ["taken", "journalled", "updated", "answered"])
 @pytest.mark.parametrize(("kind", "arguments"), KINDS[:2])

@@ -77,6 +77,7 @@ def history(me: Rank, mode: ps.Mode) -> list[list[float]]:
         return value.tolist()
 
 
+@pytest.mark.slow
 @on_any_hosts
 @pytest.mark.parametrize("mode", (ps.sync(), ps.asynchronous(), ps.ssp(0), ps.ssp(2)), ids=str)
 def test_every_pull_shows_its_history(mode: ps.Mode, hosts: tuple[int, ...]) -> None:

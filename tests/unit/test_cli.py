@@ -549,6 +549,7 @@ MACHINES: dict[str, Callable[[], LinkGraph]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MACHINES)
 def test_no_labels_overlap(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = seen(monkeypatch)

@@ -92,6 +92,7 @@ def test_names_of_files_are_only_text(tmp_path: Path, capsys: Captured) -> None:
     assert len(data_of(page)["nodes"]) == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -38,6 +38,7 @@ def shell(line: str, **environ: str) -> tuple[int, str]:
     return ended.returncode, ended.stdout + ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     ["topo dgx1-v100", "topo dgx1-v100 --json", "plan dgx1-v100", "--help", "--version", "topo --help", "keep --help"],
@@ -63,6 +64,7 @@ def test_no_file_gets_the_number_of_a_closed_stream(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["collective"] == "all_reduce"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -161,6 +163,7 @@ def test_calls_that_nobody_can_interrupt_have_an_end() -> None:
         bounded(lambda: time.sleep(60), 0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "text"), [("RANK", "abc"), ("RANK", "2"), ("WORLD_SIZE", "0"), ("MASTER_PORT", "x")])
 def test_wrong_variables_of_a_launcher_are_named(name: str, text: str) -> None:
     environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"} | {name: text}

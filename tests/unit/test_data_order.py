@@ -25,6 +25,7 @@ def test_each_epoch_has_each_id_once(n: int) -> None:
         assert np.array_equal(Permutation(n, 7, epoch).positions_of(values), np.arange(n))
 
 
+@pytest.mark.slow
 @given(st.integers(1, 3000), st.integers(1, 500), st.integers(0, 2**63 - 1), st.booleans())
 def test_positions_are_the_epochs_one_after_the_other(n: int, batch: int, seed: int, shuffle: bool) -> None:
     order = Order(n, batch, seed, shuffle)

@@ -102,6 +102,7 @@ def doctor(*hosts: dict[str, str], arguments: tuple[str, ...] = ()) -> list[tupl
 A, B = {"RINGREDUCE_HOST_ID": "a"}, {"RINGREDUCE_HOST_ID": "b"}
 
 
+@pytest.mark.slow
 def test_two_hosts_of_one_machine() -> None:
     (code, out, err), *others = doctor(A, A, B)
     assert code == 0, err
@@ -114,6 +115,7 @@ def test_two_hosts_of_one_machine() -> None:
     assert [(code, out) for code, out, _ in others] == [(0, ""), (0, "")]
 
 
+@pytest.mark.slow
 def test_hosts_that_cannot_connect() -> None:
     four, six = {"RINGREDUCE_SOCKET_IFNAME": "127.0.0.1"}, {"RINGREDUCE_SOCKET_IFNAME": "::1"}
     (code, out, err), (other, *_) = doctor(A | four, B | six)

@@ -4,9 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 FUZZER = Path(__file__).resolve().parents[1] / "fuzz_cli.py"
 
 
+@pytest.mark.slow
 def test_the_command_line_under_a_fuzzer() -> None:
     command = [sys.executable, str(FUZZER), "--kept", "--runs", "60", "--first", "100000", "--jobs", "1"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)

@@ -170,6 +170,7 @@ def test_a_process_that_cannot_be_killed_is_not_waited_for(monkeypatch: pytest.M
     assert waited == [0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "code", "why"),
     [
@@ -226,6 +227,7 @@ def test_a_part_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest
     assert ends(row["own_group"])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built for CUDA")
 def test_without_a_gpu_it_says_what_to_do() -> None:
     command = [sys.executable, "-m", "bench.gpu.proof", "--look"]
@@ -236,6 +238,7 @@ def test_without_a_gpu_it_says_what_to_do() -> None:
     assert subprocess.run([*command, "--stand-in"], cwd=ROOT, check=False).returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built for CUDA")
 def test_it_looks_at_its_arguments_before_anything_is_built(tmp_path: Path) -> None:
     def look(*arguments: str) -> tuple[int, str]:

@@ -129,6 +129,7 @@ def check(gpu, dtype, op, operands, *, wanted=None, misalignments=None, alias=No
 # ---- The table -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_job_is_what_the_kernels_expect(gpu):
     assert gpu.job_bytes() == ctypes.sizeof(Job)
 

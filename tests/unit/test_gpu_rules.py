@@ -113,6 +113,7 @@ def in_steps(library: Any, made: Plan, bytes: int) -> float:
     return max(map(len, batches.values())) * of_gpus.BATCH + touched(made) * bytes / of_gpus.MEMORY
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
 def test_the_model_counts_the_batches_of_the_engine(library: Any, algorithm: str) -> None:
     for size in range(2, 65):

@@ -17,6 +17,7 @@ ALGORITHMS = [(collective, algorithm) for collective in BUILDERS for algorithm i
 RING_BUILDERS = [ring.all_reduce, ring.reduce_scatter, ring.all_gather, ring.broadcast, ring.reduce]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("collective", "algorithm"), ALGORITHMS)
 def test_every_plan_is_right_with_the_slots_it_gets(collective: str, algorithm: str) -> None:
     for size in range(1, 34):

@@ -224,6 +224,7 @@ HOPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("collective", "across"), HOPS)
 @given(shape=any_hosts(most=3))
 def test_messages_follow_one_another_no_more_often_than_among_single_ranks(

@@ -59,6 +59,7 @@ def another(count: int, value: int) -> st.SearchStrategy[int]:
 BREAKERS = [drop_step, duplicate_send, drop_peer, change_sender, change_receiver, change_chunk, drop_read, drop_write]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("breaker", BREAKERS)
 @settings(max_examples=150)
 @given(data=st.data())

@@ -385,6 +385,7 @@ def test_all_ranks_do_what_rank_0_does(algorithm: str, n: int) -> None:
         assert renumbered(algorithm, (opposite,), rank, n) == (0,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"step_seconds": 1e-6}, {"slice_bytes": 3e4}, {"slice_bytes": 1e4, "window": 2}]
 )

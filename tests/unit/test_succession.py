@@ -839,6 +839,7 @@ def test_two_servers_that_wait_for_each_others_requests_to_the_store(workers: An
     assert Group(Scenario(2, workers, crashes=2), servers=2).run() > 100
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(st.integers(0, 2**32), st.integers(10, 150))
 def test_long_walks_of_three_servers_in_four_processes(seed: int, steps: int) -> None:
@@ -983,6 +984,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_a_seeded_bug_is_found(mutant: type[Search]) -> None:
     with pytest.raises(Broken):

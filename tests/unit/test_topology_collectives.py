@@ -136,6 +136,7 @@ def one_way_links(draw: st.DrawFn) -> tuple[int, Widths]:
     return size, widths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @settings(deadline=None, max_examples=8)
 @given(links=one_way_links())

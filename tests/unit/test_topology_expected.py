@@ -58,6 +58,7 @@ def figures() -> dict[str, list[tuple[Row, Measured]]]:
     return dict(found)
 
 
+@pytest.mark.slow
 def test_the_table_is_what_half_of_the_figures_give(figures: dict[str, list[tuple[Row, Measured]]]) -> None:
     for name, rows in figures.items():
         used = [point for row, point in rows if row["used"]]

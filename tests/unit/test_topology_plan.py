@@ -150,6 +150,7 @@ def multigraphs(draw: st.DrawFn) -> tuple[int, Widths]:
     return size, widths
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25)
 @given(multigraphs())
 def test_random_multigraphs_come_up_to_their_bound(graph: tuple[int, Widths]) -> None:
@@ -163,6 +164,7 @@ def test_random_multigraphs_come_up_to_their_bound(graph: tuple[int, Widths]) ->
         assert amount / 1e9 / widths[min(a, b), max(a, b)] <= planned.seconds(1_000_000_000) * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("collective", ["reduce_scatter", "all_gather", "broadcast", "reduce"])
 @settings(deadline=None, max_examples=15)
 @given(graph=multigraphs())

@@ -223,6 +223,7 @@ def test_a_nic_that_hangs_in_the_air_joins_nothing():
         hosts_of(graph, 2, gbps=50)
 
 
+@pytest.mark.slow
 def test_a_tapered_tree_narrows_what_leaves_a_switch():
     graph = hosts_of(preset("dgx-a100"), 4, hosts_per_leaf=2, taper=4)
     assert graph.by_ends["leaf0", "network"].capacity == 2 * 8 * 25 / 4
@@ -244,6 +245,7 @@ def test_rails_join_the_nics_of_one_place():
     assert all("network" not in (load.src, load.dst) for load in rail_by_rail.loads(1000))
 
 
+@pytest.mark.slow
 def test_a_network_that_reduces_is_bounded_by_its_lines_alone():
     plain = plan_for(hosts_of(preset("dgx-a100"), 4))
     summed = plan_for(hosts_of(preset("dgx-a100"), 4, in_network=True))

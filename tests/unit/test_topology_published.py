@@ -48,6 +48,7 @@ def test_bounds_of_switches_that_reduce() -> None:
     assert plan_for(four).bound < plan_for(four).bound_in_switches <= 400 * 4 / 6
 
 
+@pytest.mark.slow
 def test_four_hosts_promise_what_they_sustain() -> None:
     planned = plan_for(hosts_of(preset("hgx-h100"), 4), algorithm="hierarchical_ring")
     assert planned.of_links == pytest.approx(257.1, rel=1e-3)

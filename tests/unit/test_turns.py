@@ -115,6 +115,7 @@ def least_depth(plan: Plan) -> int:
     raise AssertionError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("collective", "algorithm"), ALGORITHMS)
 def test_built_in_plans_have_an_order_with_as_few_slots_as_they_need(
     library: Any, collective: str, algorithm: str

@@ -132,6 +132,7 @@ print(x.tolist(), ringreduce.stats()["0"]["all_reduce"].calls)
     assert ran.stdout == "[1.0, 1.0, 1.0] 1\n", ran.stderr
 
 
+@pytest.mark.slow
 def test_a_module_that_cannot_be_loaded_says_why(copy: Path, tmp_path: Path) -> None:
     import torch
 
