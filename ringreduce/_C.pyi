@@ -186,21 +186,21 @@ def observe(memfd: int) -> list[RankSeen]: ...
 
 class Operator:
     def __init__(self, *, function: int, element_bytes: int, digest: int, name: str, failure: str) -> None: ...
-
-class PythonOperator(Operator):
-    def __init__(
-        self,
+    @staticmethod
+    def in_python(
         *,
         function: Callable[[Tensor, Tensor, Tensor], None],
+        errors: list[BaseException],
         dtype: torch.dtype,
         row_shape: Sequence[int],
-        copies: bool,
-        most_bytes: int,
+        tile: int,
         element_bytes: int,
         digest: int,
         name: str,
-    ) -> None: ...
-    def take_error(self) -> BaseException | None: ...
+    ) -> Operator: ...
+
+def begin_no_calls() -> None: ...
+def end_no_calls() -> None: ...
 
 class ProcessGroupRing(Backend):
     def __init__(

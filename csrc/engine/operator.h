@@ -19,10 +19,10 @@ struct Operator {
   std::uint64_t digest = 0;  // of all that ranks must agree on
   std::string name;          // with the kind of its elements, for texts of errors
   std::string failure;       // what it means that the function fails
-  std::size_t most_bytes =
-      8192;  // of an operand that the function gets at a time: what is folded stays in the L1 cache
+  // Bytes of each operand that the function gets at a time. What is folded stays in the L1 cache.
+  std::size_t tile = 8192;
 
-  // In whole elements, and one at least.
+  // The same in whole elements, and one at least.
   std::size_t tile_bytes() const;
 
   // dst[i] = srcs[0][i] op srcs[1][i] op ..., evaluated from left to right, for i in [0, count) and each of the `dsts`,

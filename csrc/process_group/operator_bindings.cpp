@@ -7,12 +7,15 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <exception>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "core/error.h"
 #include "engine/history.h"
+#include "engine/no_calls.h"
 #include "engine/operator.h"
 
 namespace py = pybind11;
@@ -26,76 +29,79 @@ Operator checked(Operator op) {
   return op;
 }
 
-// A function in Python: function(a, b, out) of tensors of rows, one an element. The engine calls it in any thread,
-// without the GIL. What it raises is kept here, since the engine's call goes on.
-class PythonOperator : public Operator {
+// function(a, b, out) in Python, of tensors of rows, one an element, which may have memory of peers. What it raises
+// goes to `errors`, since the engine's call goes on.
+class PythonFunction {
  public:
-  PythonOperator(py::function python, at::ScalarType dtype, std::vector<std::int64_t> row_shape, bool copies,
-                 std::size_t most_bytes, std::size_t element_bytes, std::uint64_t digest, std::string name)
-      : Operator(checked({.element_bytes = element_bytes,
-                          .digest = digest,
-                          .name = std::move(name),
-                          .failure = "its function raised an error",
-                          .most_bytes = most_bytes})),
-        python_(std::move(python)),
-        dtype_(dtype),
-        shape_(std::move(row_shape)),
-        copies_(copies) {
-    shape_.insert(shape_.begin(), 0);
-    function = [this](const void* a, const void* b, void* out, std::size_t count) { return call(a, b, out, count); };
-  }
-  PythonOperator(const PythonOperator&) = delete;
-  PythonOperator& operator=(const PythonOperator&) = delete;
+  PythonFunction(py::function function, py::list errors, at::ScalarType dtype, std::vector<std::int64_t> row_shape)
+      : function_(std::move(function)), errors_(std::move(errors)), dtype_(dtype), row_shape_(std::move(row_shape)) {}
 
-  py::object take_error() { return std::exchange(error_, py::none()); }
-
- private:
-  int call(const void* a, const void* b, void* out, std::size_t count) {
+  // In the thread that makes the call, which holds no GIL meanwhile.
+  int operator()(const void* a, const void* b, void* out, std::size_t count) {
+    const NoCalls no_calls;
     const at::NoGradGuard no_grad;
     const py::gil_scoped_acquire gil;
     try {
-      const at::Tensor left = rows(a, count), right = rows(b, count);
-      python_(copies_ ? left.clone() : left, copies_ ? right.clone() : right, rows(out, count));
+      function_(rows(a, count), rows(b, count), rows(out, count));
       return 0;
     } catch (py::error_already_set& raised) {
-      if (error_.is_none()) error_ = raised.value();
-      return 1;
+      // Without the frame of function_, which knows tensors whose memory goes away.
+      if (raised.trace()) PyException_SetTraceback(raised.value().ptr(), raised.trace().attr("tb_next").ptr());
+      errors_.append(raised.value());
+    } catch (const std::exception& error) {
+      errors_.append(py::module_::import("builtins").attr("RuntimeError")(error.what()));
     }
+    return 1;
   }
 
-  at::Tensor rows(const void* place, std::size_t count) {
-    shape_[0] = static_cast<std::int64_t>(count);
-    return at::from_blob(const_cast<void*>(place), shape_, at::TensorOptions(dtype_));
+ private:
+  at::Tensor rows(const void* place, std::size_t count) const {
+    std::vector<std::int64_t> shape{static_cast<std::int64_t>(count)};
+    shape.insert(shape.end(), row_shape_.begin(), row_shape_.end());
+    return at::from_blob(const_cast<void*>(place), shape, at::TensorOptions(dtype_));
   }
 
-  py::function python_;
+  py::function function_;
+  py::list errors_;
   at::ScalarType dtype_;
-  std::vector<std::int64_t> shape_;  // the number of rows, and what one has
-  bool copies_;
-  py::object error_ = py::none();
+  std::vector<std::int64_t> row_shape_;
 };
 
 }  // namespace
 
 void bind_operators(py::module_& m) {
-  py::class_<Operator>(m, "Operator")
-      .def(py::init([](std::uintptr_t function, std::size_t element_bytes, std::uint64_t digest, std::string name,
-                       std::string failure) {
-             auto* const place = reinterpret_cast<void*>(function);  // NOLINT(performance-no-int-to-ptr)
-             return checked({.function = reinterpret_cast<int (*)(const void*, const void*, void*, std::size_t)>(place),
-                             .element_bytes = element_bytes,
-                             .digest = digest,
-                             .name = std::move(name),
-                             .failure = std::move(failure)});
-           }),
-           py::kw_only(), py::arg("function"), py::arg("element_bytes"), py::arg("digest"), py::arg("name"),
-           py::arg("failure"));
-  py::class_<PythonOperator, Operator>(m, "PythonOperator")
-      .def(py::init<py::function, at::ScalarType, std::vector<std::int64_t>, bool, std::size_t, std::size_t,
-                    std::uint64_t, std::string>(),
-           py::kw_only(), py::arg("function"), py::arg("dtype"), py::arg("row_shape"), py::arg("copies"),
-           py::arg("most_bytes"), py::arg("element_bytes"), py::arg("digest"), py::arg("name"))
-      .def("take_error", &PythonOperator::take_error, "What the function has raised first since the last time.");
+  py::class_<Operator> operators(m, "Operator");
+  operators.def(
+      py::init([](std::uintptr_t function, std::size_t element_bytes, std::uint64_t digest, std::string name,
+                  std::string failure) {
+        auto* const place = reinterpret_cast<void*>(function);  // NOLINT(performance-no-int-to-ptr)
+        return checked({.function = reinterpret_cast<int (*)(const void*, const void*, void*, std::size_t)>(place),
+                        .element_bytes = element_bytes,
+                        .digest = digest,
+                        .name = std::move(name),
+                        .failure = std::move(failure)});
+      }),
+      py::kw_only(), py::arg("function"), py::arg("element_bytes"), py::arg("digest"), py::arg("name"),
+      py::arg("failure"));
+  operators.def_static(
+      "in_python",
+      [](py::function function, py::list errors, at::ScalarType dtype, std::vector<std::int64_t> row_shape,
+         std::size_t tile, std::size_t element_bytes, std::uint64_t digest, std::string name) {
+        // Python destroys the operator, and with it the function: so the GIL is held.
+        const auto owned =
+            std::make_shared<PythonFunction>(std::move(function), std::move(errors), dtype, std::move(row_shape));
+        return checked({.function = [owned](const void* a, const void* b, void* out,
+                                            std::size_t count) { return (*owned)(a, b, out, count); },
+                        .element_bytes = element_bytes,
+                        .digest = digest,
+                        .name = std::move(name),
+                        .failure = "its function raised an error",
+                        .tile = tile});
+      },
+      py::kw_only(), py::arg("function"), py::arg("errors"), py::arg("dtype"), py::arg("row_shape"), py::arg("tile"),
+      py::arg("element_bytes"), py::arg("digest"), py::arg("name"));
+  m.def("begin_no_calls", &NoCalls::begin, "From here to end_no_calls() this thread may make no calls of groups.");
+  m.def("end_no_calls", &NoCalls::end);
 }
 
 }  // namespace ringreduce

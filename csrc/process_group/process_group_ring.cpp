@@ -11,6 +11,7 @@
 
 #include "engine/history.h"
 #include "engine/monitored_barrier.h"
+#include "engine/no_calls.h"
 #include "engine/point_to_point_engine.h"
 #include "engine/shared_memory_engine.h"
 #include "process_group/arena_allocator.h"
@@ -106,6 +107,7 @@ void ProcessGroupRing::survivors_go_on() {
 
 void ProcessGroupRing::shutdown() {
   if (shared_->fork.forked()) return;
+  NoCalls::check();
   const WithoutGil no_gil;  // works under way may run Python callbacks
   if (const auto error = running_->end()) throw *error;
 }
@@ -270,6 +272,7 @@ std::chrono::milliseconds ProcessGroupRing::timeout_or_default(std::chrono::mill
 
 void ProcessGroupRing::begin_call() {
   shared_->throw_if_forked();
+  NoCalls::check();
   if (!described_.exchange(true, std::memory_order_relaxed)) shared_->log->describe(getGroupDesc());
 }
 

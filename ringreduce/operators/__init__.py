@@ -24,6 +24,7 @@ from ringreduce import _C
 from ringreduce.errors import InvalidArgument
 from ringreduce.groups.lookup import backend_of
 from ringreduce.operators.call import Block, Call, Group, Work, at_once
+from ringreduce.operators.combiners import Compiled
 from ringreduce.operators.op import Op as Op
 from ringreduce.operators.rows import Given, check_alike, rows_of, shown
 
@@ -31,7 +32,7 @@ from ringreduce.operators.rows import Given, check_alike, rows_of, shown
 
 
 def all_reduce(op: Op, tensor: Given, group: Group, async_op: bool, out: Given | None) -> Work:
-    if op.combiner and not async_op and not op.check:  # the checks of Call take longer than a small call
+    if isinstance(op.combiner, Compiled) and not async_op and not op.check:  # Call takes longer than a small call
         known = op.combiner.by_dtype.get(getattr(tensor, "dtype", None))
         if known and _C.all_reduce_now(group, tensor, known, out):
             return None

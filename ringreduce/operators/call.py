@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,7 +17,7 @@ from ringreduce import _C
 from ringreduce.errors import CollectiveMismatch, InvalidArgument, OperatorFailed
 from ringreduce.groups.lookup import backend_of
 from ringreduce.groups.tensors import share_memory
-from ringreduce.operators.combiners import TILE_BYTES
+from ringreduce.operators.combiners import TILE_BYTES, Compiled, Interpreted
 from ringreduce.operators.op import Op
 from ringreduce.operators.rows import Given, Rows, check_alike, rows_of, shown
 
@@ -76,30 +76,40 @@ class Call:
 
     def all_reduced(self) -> bool:
         """Has the engine make an all_reduce; False, with nothing done, where it cannot."""
-        combiner = self.op.combiner
+        combiner, source, target = self.op.combiner, self.sources[0], self.targets[0]
         if combiner is None or self.op.check:
             return self.elsewhere("check=True" if self.op.check else "it is on several tensors")
-        source, target = self.sources[0], self.targets[0]
-        operator = combiner.operator(self.op.name, source.elements)
+        errors: list[BaseException] = []
+        if isinstance(combiner, Compiled):
+            operator = combiner.operator(self.op.name, source.elements)
+        else:
+            operator = combiner.operator(self.op.name, source.elements, errors)
         if reason := self.backend.why_not(operator):
             return self.elsewhere(reason)
-        if isinstance(operator, _C.PythonOperator):
-            self.all_reduce_by_python(operator, source, target)
-            return True
+        if isinstance(combiner, Interpreted):
+            self.agree()
         if target is not source:
             target.rows.copy_(source.rows)
+        if isinstance(combiner, Interpreted):
+            self.all_reduce_in_python(operator, target, errors)
+            return True
         self.backend.allreduce_by(operator, as_bytes(target.rows))
         if not source.elements.shape and isinstance(source.array, torch.Tensor):
             combiner.by_dtype[source.array.dtype] = operator
         return True
 
-    def all_reduce_by_python(self, operator: _C.PythonOperator, source: Rows, target: Rows) -> None:
-        self.agree()
-        if target is not source:
-            target.rows.copy_(source.rows)
-        with suppress(OperatorFailed):  # the other ranks do not know the error, and some not even that there is one
+    def all_reduce_in_python(self, operator: _C.Operator, target: Rows, errors: list[BaseException]) -> None:
+        """As the engine's call ends well on ranks that got no value from the failed one, the ranks agree on success."""
+        failure: OperatorFailed | None = None
+        try:
             self.backend.allreduce_by(operator, as_bytes(target.rows))
-        self.agree_on_success(operator.take_error())
+        except OperatorFailed as raised:
+            failure = raised
+        except (KeyboardInterrupt, SystemExit) as raised:  # of a signal that came while the engine waited
+            errors.append(raised)
+        self.agree_on_success(errors[0] if errors else None)
+        if failure is not None:  # the ranks know of no error, so nothing explains it
+            raise failure
 
     def elsewhere(self, reason: str) -> bool:
         log.debug("%s does not run in the engine: %s", self.what, reason)
@@ -199,7 +209,7 @@ class Block:
         tile = max(1, TILE_BYTES // max(1, *(source.elements.row_bytes for source in self.sources)))
         error: BaseException | None = None
         try:
-            with torch.no_grad():
+            with torch.no_grad(), _no_calls():
                 for begin in range(0, self.mine, tile):
                     shares = [room[:, begin : min(begin + tile, self.mine)] for room in rooms]
                     if self.op.check and self.begin == begin == 0 and self.size > 1:
@@ -298,6 +308,16 @@ class Block:
         yield rows
         if not keep:
             own.copy_(rows[: self.count])
+
+
+@contextmanager
+def _no_calls() -> Iterator[None]:
+    """In which this thread may make no calls of groups, as where the engine runs a function."""
+    _C.begin_no_calls()
+    try:
+        yield
+    finally:
+        _C.end_no_calls()
 
 
 def at_once(kind: Callable[[], Any]) -> Any:

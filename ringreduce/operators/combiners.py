@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import BuiltinFunctionType
 from typing import Any
@@ -26,80 +25,80 @@ TILE_BYTES = 128 << 10
 _C_FUNCTION = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
-class Combiner(ABC):
-    """A function, and what the engine takes for it on each kind of elements."""
-
-    def __init__(self) -> None:
-        self._operators: dict[tuple[str, str], _C.Operator] = {}
-        self.by_dtype: dict[Any, _C.Operator] = {}
-        """Those of functions in machine code, for tensors whose elements are torch's numbers and were checked once."""
-
-    def operator(self, name: str, elements: Elements) -> _C.Operator:
-        """What the engine takes. Other ranks must call the same name on the same elements."""
-        known = self._operators.get((name, str(elements)))
-        if known is None:
-            text = f"{name!r} on {elements}".encode(errors="backslashreplace")
-            digest = hashlib.blake2b(text + b" of %d bytes" % elements.row_bytes, digest_size=8).digest()
-            known = self.bound(elements, int.from_bytes(digest, "little"), text[:NAME_BYTES].decode(errors="ignore"))
-            self._operators[name, str(elements)] = known
-        return known
-
-    @abstractmethod
-    def bound(self, elements: Elements, digest: int, name: str) -> _C.Operator: ...
-
-
-class Compiled(Combiner):
+class Compiled:
     """`int f(const void* a, const void* b, void* out, size_t n)` at `address`. `failure` is what it means that it
     returns another number than 0, and `kept` what must live as long."""
 
     def __init__(
         self, address: Any, failure: str = "the function returned another number than 0", kept: Any = None
     ) -> None:
-        super().__init__()
         if isinstance(address, bool) or not isinstance(address, int) or address <= 0:
             raise InvalidArgument(f"address is {address!r:.60}; it must be the address of a function, a number above 0")
         self.address, self.failure, self.kept = address, failure, kept
         self._function = _C_FUNCTION(address)
+        self._operators: dict[str, _C.Operator] = {}
+        self.by_dtype: dict[Any, _C.Operator] = {}
+        """For tensors whose elements are those of torch, and which were checked once."""
 
     def combine(self, a: Any, b: Any) -> Any:
         if self._function(_place(a), _place(b), _place(a), len(a)) != 0:
             raise RuntimeError(self.failure)
         return a
 
-    def bound(self, elements: Elements, digest: int, name: str) -> _C.Operator:
-        return _C.Operator(
-            function=self.address,
-            element_bytes=elements.row_bytes,
-            digest=digest,
-            name=name,
-            failure=self.failure,
-        )
+    def operator(self, name: str, elements: Elements) -> _C.Operator:
+        """What the engine takes."""
+        if str(elements) not in self._operators:
+            self._operators[str(elements)] = _C.Operator(
+                function=self.address, failure=self.failure, **_told(name, elements)
+            )
+        return self._operators[str(elements)]
 
 
-class Interpreted(Combiner):
-    """A function in Python, of two tensors or NumPy arrays. It gets copies, which it may keep, unless it is one of
-    torch's own, which keep nothing and write to no operand."""
+class Interpreted:
+    """A function in Python, of two tensors or NumPy arrays. It gets copies, to which it may write and which it may
+    keep, unless it is one of torch's own, which do neither."""
 
     def __init__(self, function: Callable[[Any, Any], Any]) -> None:
-        super().__init__()
-        self.function = function
+        self.function, self.copies = function, not _is_torchs(function)
 
-    def bound(self, elements: Elements, digest: int, name: str) -> _C.PythonOperator:
-        function, operand, store = self.function, elements.operand, elements.store
+    def operator(self, name: str, elements: Elements, errors: list[BaseException]) -> _C.Operator:
+        """What the engine takes for one call; what the function raises is added to `errors`.
+
+        It is no part of this object: Python's collector does not see what an operator refers to.
+        """
+        function, copies, operand, store = self.function, self.copies, elements.operand, elements.store
 
         def combine(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+            if copies:
+                a, b = a.clone(), b.clone()
             store(function(operand(a), operand(b)), out)
 
-        return _C.PythonOperator(
+        return _C.Operator.in_python(
             function=combine,
+            errors=errors,
             dtype=elements.row_dtype,
             row_shape=elements.row_shape,
-            copies=not isinstance(function, BuiltinFunctionType),
-            most_bytes=TILE_BYTES,
-            element_bytes=elements.row_bytes,
-            digest=digest,
-            name=name,
+            tile=TILE_BYTES,
+            **_told(name, elements),
         )
+
+
+def _told(name: str, elements: Elements) -> dict[str, Any]:
+    """What ranks compare: they must call the same name on the same elements."""
+    text = f"{name!r} on {elements}".encode(errors="backslashreplace")
+    digest = hashlib.blake2b(text + b" of %d bytes" % elements.row_bytes, digest_size=8).digest()
+    return {
+        "name": text[:NAME_BYTES].decode(errors="ignore"),
+        "digest": int.from_bytes(digest, "little"),
+        "element_bytes": elements.row_bytes,
+    }
+
+
+def _is_torchs(function: Callable[[Any, Any], Any]) -> bool:
+    """Whether it is such as torch.add; torch.add_ would write to its operand."""
+    name = getattr(function, "__name__", "_")
+    in_c = isinstance(function, BuiltinFunctionType) and getattr(torch, name, None) is function
+    return in_c and not name.endswith("_")
 
 
 def _place(operand: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -63,6 +64,7 @@ class Elements:
         return self.records == dtype if self.records is not None else self.name == dtype.name
 
 
+@lru_cache(256)
 def torch_has(dtype: np.dtype[Any]) -> bool:
     try:
         torch.from_numpy(np.empty(0, dtype))

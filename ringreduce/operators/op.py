@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ringreduce.errors import InvalidArgument
-from ringreduce.operators.combiners import Combiner, Compiled, Interpreted, compiled
+from ringreduce.operators.combiners import Compiled, Interpreted, compiled
 from ringreduce.operators.elements import Shape
 
 
@@ -43,7 +44,7 @@ class Op:
         """Bytes of an element, where the operator takes no others."""
         self.dtype = dtype
         """The dtype of elements, where the operator takes no other."""
-        self.combiner: Combiner | None = None
+        self.combiner: Compiled | Interpreted | None = None
         """What the engine calls; it combines one tensor only."""
 
     def __repr__(self) -> str:
@@ -68,8 +69,9 @@ class Op:
         With `tensors=k` above 1 a call gets a tuple of k tensors, `f` gets two such tuples and returns one: a value and
         its index, say. Their dtypes may differ. `element` is then one shape for all of them, or k shapes.
 
-        `f` must be associative, do the same on all ranks, and leave `b` unchanged; it may write its result to `a`. If
-        it raises an error, the call raises `OperatorFailed` on all ranks, and the group stays usable.
+        `f` must be associative, do the same on all ranks, and leave `b` unchanged; it may write its result to `a`. It
+        must make no calls of a group, nor wait for a thread that makes one. If it raises an error, the call raises
+        `OperatorFailed` on all ranks, and the group stays usable.
 
         `name` is what messages and other ranks know the operator by. The default is the name of `f` with the line that
         defines it. With `check=True` each call first tests on a few thousand elements that `f` treats each on its own
@@ -164,10 +166,10 @@ def _is_shape(shape: Any) -> bool:
 
 def _name_of(f: Any, name: str | None) -> str:
     if name is None:
-        name = getattr(f, "__name__", None)
+        name = getattr(f, "qualified_name", getattr(f, "__name__", None))  # the first of functions of torch.jit
         if not isinstance(name, str):
             raise InvalidArgument(f"name is None, and f, a {type(f).__name__}, has no name of its own; give name='...'")
-        code = getattr(f, "__code__", None)
+        code = getattr(inspect.unwrap(f), "__code__", None)
         return name if code is None else f"{name}:{code.co_firstlineno}"
     if not isinstance(name, str) or not 0 < len(name) <= 100:
         raise InvalidArgument(f"name is {name!r:.60}; it must be a text of 1 to 100 characters")

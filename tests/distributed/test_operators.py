@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import operator
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -138,6 +139,10 @@ def in_the_engine(me: Rank) -> None:
         y = inputs[me.rank].copy()
         ringreduce.all_reduce(y, op=Op.torch(keeps_its_operands, name="rightmost"))
         assert y.tobytes() == functools.reduce(rightmost, inputs).tobytes()
+        for add in (torch.add, operator.iadd, torch.Tensor.add_):  # the first gets no copies
+            z = torch.full((count,), 1.0)
+            ringreduce.all_reduce(z, op=Op.torch(add, name="add"))
+            assert z.eq(me.size).all()
     assert kept and all(b.tobytes() == then for _, b, then in kept)
     assert not logged.messages
 
@@ -147,13 +152,21 @@ def test_the_engine_calls_functions_in_python(size: int) -> None:
     run(placed, size, {}, in_the_engine)
 
 
-def forgotten(me: Rank) -> None:
-    def add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+class Sum:
+    """Its operator leads back to it."""
+
+    def __init__(self) -> None:
+        self.op = Op.torch(self.add)
+
+    def add(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a + b
 
-    alive = weakref.ref(add)
-    ringreduce.all_reduce(torch.ones(5000), op=Op.torch(add))
-    del add
+
+def forgotten(me: Rank) -> None:
+    total = Sum()
+    alive = weakref.ref(total)
+    ringreduce.all_reduce(torch.ones(5000), op=total.op)
+    del total
     gc.collect()
     assert alive() is None
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -81,26 +84,109 @@ def test_every_error_is_told() -> None:
     run(placed, 2, {}, odd_errors)
 
 
-def interrupted(me: Rank) -> None:
-    """A signal that comes while the engine waits for another rank is raised as soon as Python runs again."""
-    x, as_bytes = torch.zeros(100_000), calls_of_operators.as_bytes
+@contextlib.contextmanager
+def late_for_the_engine() -> Iterator[None]:
+    """This rank comes a second later than its peers, which wait in the engine."""
+    as_bytes = calls_of_operators.as_bytes
 
     def late(rows: torch.Tensor) -> torch.Tensor:
         time.sleep(1.0)
         return as_bytes(rows)
 
-    if me.rank == 0:
-        calls_of_operators.as_bytes = late
-    else:
+    calls_of_operators.as_bytes = late
+    try:
+        yield
+    finally:
+        calls_of_operators.as_bytes = as_bytes
+
+
+def interrupted(me: Rank, count: int) -> None:
+    if me.rank == 1:
         threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(OperatorFailed if me.rank == 0 else KeyboardInterrupt, match=None if me.rank else "KeyboardInt"):
-        ringreduce.all_reduce(x, op=Op.torch(torch.add))
-    calls_of_operators.as_bytes = as_bytes
+        with pytest.raises(KeyboardInterrupt):
+            ringreduce.all_reduce(torch.zeros(count), op=Op.torch(torch.add))
+    else:
+        with late_for_the_engine(), pytest.raises(OperatorFailed, match="rank 1: KeyboardInterrupt"):
+            ringreduce.all_reduce(torch.zeros(count), op=Op.torch(torch.add))
     lives_on(me)
 
 
-def test_a_signal_before_the_function_runs_is_an_error_of_it() -> None:
-    run(placed, 2, {}, interrupted)
+@pytest.mark.parametrize("count", [1000, 100_000, 1_000_000])
+def test_a_signal_while_the_engine_waits_is_an_error_of_the_function(count: int) -> None:
+    run(placed, 2, {}, interrupted, count)
+
+
+class Merge:
+    """An operator that its function leads to."""
+
+    def __init__(self, wrong: float | None = None) -> None:
+        self.op, self.wrong = Op.torch(self.merge, name="merge"), wrong
+
+    def merge(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        if (a == self.wrong).any():
+            raise ValueError("wrong")
+        return a + b
+
+
+def fails_in_one_of_two_groups(me: Rank) -> None:
+    merge, groups = Merge(wrong=-1.0), [dist.new_group(backend="ringreduce") for _ in range(2)]
+
+    def calls(group: dist.ProcessGroup, value: float) -> list[float]:
+        found = []
+        for _ in range(100):
+            x = torch.full((2000,), value)
+            try:
+                ringreduce.all_reduce(x, op=merge.op, group=group)
+            except OperatorFailed as error:
+                assert "ValueError: wrong" in str(error)
+            else:
+                found.append(x[0].item())
+        return found
+
+    with ThreadPoolExecutor(2) as threads:
+        failing, good = threads.map(calls, groups, (-1.0, 3.0))
+    assert not failing and good == [3.0 * me.size] * 100
+
+
+def test_an_operator_of_two_threads_fails_where_its_function_fails() -> None:
+    run(placed, 2, {}, fails_in_one_of_two_groups)
+
+
+def explained(me: Rank) -> None:
+    for count in (2000, 100_000):
+        with pytest.raises(OperatorFailed) as raised:
+            ringreduce.all_reduce(torch.full((count,), 1.0), op=Merge(wrong=1.0).op)
+        frames = traceback.extract_tb(raised.value.__cause__.__traceback__)  # type: ignore[union-attr]
+        assert [frame.name for frame in frames] == ["merge"]
+
+
+def test_the_traceback_of_an_error_is_that_of_the_function() -> None:
+    run(placed, 2, {}, explained)
+
+
+def calls_inside(me: Rank) -> None:
+    x = torch.ones(2000)
+    for call in (
+        lambda: ringreduce.all_reduce(torch.ones(1)),
+        lambda: dist.all_reduce(torch.ones(1)),
+        lambda: dist.broadcast(torch.ones(1), 0, async_op=True),
+        lambda: ringreduce.all_reduce(torch.ones(1), op=Op.torch(torch.add)),
+        dist.barrier,
+        dist.destroy_process_group,
+    ):
+
+        def calls(a: torch.Tensor, b: torch.Tensor, call: Callable[[], object] = call) -> torch.Tensor:
+            call()
+            return a + b
+
+        for op in (Op.torch(calls), Op.torch(calls, check=True)):  # in the engine, and outside
+            with pytest.raises(OperatorFailed, match=r"InvalidArgument: .*may not make calls of a group or destroy"):
+                ringreduce.all_reduce(x, op=op)
+    lives_on(me)
+
+
+def test_a_function_that_makes_calls_of_a_group_is_an_error() -> None:
+    run(placed, 2, {}, calls_inside)
 
 
 def wrong_results(me: Rank) -> None:
