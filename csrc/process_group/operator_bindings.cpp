@@ -30,7 +30,7 @@ Operator checked(Operator op) {
 }
 
 // function(a, b, out) in Python, of tensors of rows, one an element, which may have memory of peers. What it raises
-// goes to `errors`, since the engine's call goes on.
+// goes to `errors`, since the engine's call goes on; it is not called again.
 class PythonFunction {
  public:
   PythonFunction(py::function function, py::list errors, at::ScalarType dtype, std::vector<std::int64_t> row_shape)
@@ -41,6 +41,7 @@ class PythonFunction {
     const NoCalls no_calls;
     const at::NoGradGuard no_grad;
     const py::gil_scoped_acquire gil;
+    if (!errors_.empty()) return 1;
     try {
       function_(rows(a, count), rows(b, count), rows(out, count));
       return 0;
