@@ -17,6 +17,7 @@
 #include "engine/history.h"
 #include "engine/no_calls.h"
 #include "engine/operator.h"
+#include "process_group/one_thread.h"
 
 namespace py = pybind11;
 
@@ -40,6 +41,7 @@ class PythonFunction {
   int operator()(const void* a, const void* b, void* out, std::size_t count) {
     const NoCalls no_calls;
     const at::NoGradGuard no_grad;
+    const OneThread one_thread;  // others have a floating-point environment of their own
     const py::gil_scoped_acquire gil;
     if (!errors_.empty()) return 1;
     try {

@@ -91,7 +91,10 @@ class Call:
         if target is not source:
             target.rows.copy_(source.rows)
         if isinstance(combiner, Interpreted):
-            self.all_reduce_in_python(operator, target, errors)
+            try:
+                self.all_reduce_in_python(operator, target, errors)
+            finally:
+                del operator  # which an error may lead to by its frames, and Python's collector sees no further
             return True
         self.backend.allreduce_by(operator, as_bytes(target.rows))
         if not source.elements.shape and isinstance(source.array, torch.Tensor):
@@ -107,7 +110,12 @@ class Call:
             failure = raised
         except (KeyboardInterrupt, SystemExit) as raised:  # of a signal that came while the engine waited
             errors.append(raised)
-        self.agree_on_success(errors[0] if errors else None)
+        finally:
+            del operator
+        # What ends a program comes before an error of the function.
+        error = next((each for each in errors if not isinstance(each, Exception)), errors[0] if errors else None)
+        errors.clear()
+        self.agree_on_success(error)
         if failure is not None:  # the ranks know of no error, so nothing explains it
             raise failure
 

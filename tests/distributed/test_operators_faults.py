@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -150,6 +152,22 @@ def fails_in_one_of_two_groups(me: Rank) -> None:
 
 def test_an_operator_of_two_threads_fails_where_its_function_fails() -> None:
     run(placed, 2, {}, fails_in_one_of_two_groups)
+
+
+def freed_after_a_failure(me: Rank) -> None:
+    alive = []
+    for _ in range(3):
+        x = torch.full((5000,), 1.0)
+        alive.append(weakref.ref(x))
+        with pytest.raises(OperatorFailed):
+            ringreduce.all_reduce(x, op=Merge(wrong=1.0).op)
+    del x
+    gc.collect()
+    assert not any(each() is not None for each in alive)
+
+
+def test_a_failed_call_keeps_no_tensor() -> None:
+    run(placed, 2, {}, freed_after_a_failure)
 
 
 def explained(me: Rank) -> None:
