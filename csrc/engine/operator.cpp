@@ -7,14 +7,16 @@
 
 namespace ringreduce {
 
-std::size_t Operator::tile_bytes() const { return std::max(tile / element_bytes, std::size_t{1}) * element_bytes; }
+std::size_t Operator::tile_bytes() const {
+  return std::max(most_tile_bytes / element_bytes, std::size_t{1}) * element_bytes;
+}
 
 bool Operator::fold(std::span<void* const> dsts, std::span<const void* const> srcs, std::size_t count,
                     std::byte* scratch) const {
   const DefaultFloatEnvironment environment;  // where all ranks combine all, they must get the same bits
-  const std::size_t bytes = count * element_bytes, step = tile_bytes();
-  for (std::size_t begin = 0; begin < bytes; begin += step) {
-    const std::size_t some = lesser(step, bytes - begin);
+  const std::size_t bytes = count * element_bytes, tile = tile_bytes();
+  for (std::size_t begin = 0; begin < bytes; begin += tile) {
+    const std::size_t some = lesser(tile, bytes - begin);
     std::byte* const made = static_cast<std::byte*>(dsts[0]) + begin;
     const std::byte* folded = static_cast<const std::byte*>(srcs[0]) + begin;
     for (std::size_t i = 1; i < srcs.size(); ++i) {

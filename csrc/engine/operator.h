@@ -16,13 +16,12 @@ struct Operator {
 
   Function function;
   std::size_t element_bytes = 1;
-  std::uint64_t digest = 0;  // of all that ranks must agree on
-  std::string name;          // with the kind of its elements, for texts of errors
-  std::string failure;       // what it means that the function fails
-  // Bytes of each operand that the function gets at a time. What is folded stays in the L1 cache.
-  std::size_t tile = 8192;
+  std::uint64_t digest = 0;            // of all that ranks must agree on
+  std::string name;                    // with the kind of its elements, for texts of errors
+  std::string failure;                 // what it means that the function fails
+  std::size_t most_tile_bytes = 8192;  // of each operand at a time; so few stay in the L1 cache
 
-  // The same in whole elements, and one at least.
+  // What the function gets of each operand at a time: whole elements, and one at least.
   std::size_t tile_bytes() const;
 
   // dst[i] = srcs[0][i] op srcs[1][i] op ..., evaluated from left to right, for i in [0, count) and each of the `dsts`,

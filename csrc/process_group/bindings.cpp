@@ -352,7 +352,7 @@ void bind_group(py::module_& m) {
           },
           no_gil, py::arg("tensors"), py::arg("wire_dtype"), py::arg("feedback"), py::arg("options"))
       .def("allreduce_by", &Group::allreduce_by, no_gil, py::arg("op"), py::arg("tensor"))
-      .def("why_not", &Group::why_not, py::arg("op"))
+      .def("why_not", &Group::why_not, py::arg("element_bytes"))
       .def_property_readonly("engine", &Group::engine)
       .def("use_nccl", &Group::use_nccl, no_gil, py::arg("index"), py::arg("communicator"))
       .def("use", &Group::use, no_gil, py::arg("engine"));

@@ -146,7 +146,7 @@ PyObject* all_reduce(PyObject* /*module*/, Arguments args, Py_ssize_t count) {
     if (!py::isinstance<Operator>(args[2])) Py_RETURN_FALSE;
     collective.own_op = py::handle(args[2]).cast<const Operator*>();
     const auto backend = backend_of(args[0]);
-    if (!backend->why_not(*collective.own_op).empty()) Py_RETURN_FALSE;
+    if (!backend->why_not(collective.own_op->element_bytes).empty()) Py_RETURN_FALSE;
     return call(*backend, collective, tensor, tensor);
   });
 }

@@ -15,8 +15,8 @@
 
 #include "core/error.h"
 #include "engine/history.h"
-#include "engine/no_calls.h"
 #include "engine/operator.h"
+#include "process_group/no_calls.h"
 #include "process_group/one_thread.h"
 
 namespace py = pybind11;
@@ -89,7 +89,7 @@ void bind_operators(py::module_& m) {
   operators.def_static(
       "in_python",
       [](py::function function, py::list errors, at::ScalarType dtype, std::vector<std::int64_t> row_shape,
-         std::size_t tile, std::size_t element_bytes, std::uint64_t digest, std::string name) {
+         std::size_t most_tile_bytes, std::size_t element_bytes, std::uint64_t digest, std::string name) {
         // Python destroys the operator, and with it the function: so the GIL is held.
         const auto owned =
             std::make_shared<PythonFunction>(std::move(function), std::move(errors), dtype, std::move(row_shape));
@@ -99,10 +99,10 @@ void bind_operators(py::module_& m) {
                         .digest = digest,
                         .name = std::move(name),
                         .failure = "its function raised an error",
-                        .tile = tile});
+                        .most_tile_bytes = most_tile_bytes});
       },
-      py::kw_only(), py::arg("function"), py::arg("errors"), py::arg("dtype"), py::arg("row_shape"), py::arg("tile"),
-      py::arg("element_bytes"), py::arg("digest"), py::arg("name"));
+      py::kw_only(), py::arg("function"), py::arg("errors"), py::arg("dtype"), py::arg("row_shape"),
+      py::arg("most_tile_bytes"), py::arg("element_bytes"), py::arg("digest"), py::arg("name"));
   m.def("begin_no_calls", &NoCalls::begin, "From here to end_no_calls() this thread may make no calls of groups.");
   m.def("end_no_calls", &NoCalls::end);
 }

@@ -11,11 +11,11 @@
 
 #include "engine/history.h"
 #include "engine/monitored_barrier.h"
-#include "engine/no_calls.h"
 #include "engine/point_to_point_engine.h"
 #include "engine/shared_memory_engine.h"
 #include "process_group/arena_allocator.h"
 #include "process_group/gil.h"
+#include "process_group/no_calls.h"
 #include "process_group/running.h"
 
 namespace ringreduce {
@@ -421,16 +421,17 @@ WorkPtr ProcessGroupRing::endCoalescing() {
   return c10::make_intrusive<CoalescedWork>(getRank(), std::move(works.mapped()));
 }
 
-std::string ProcessGroupRing::why_not(const Operator& op) const {
+std::string ProcessGroupRing::why_not(std::size_t element_bytes) const {
   if (team_ == nullptr) return "its calls go through another backend";
   if (team_->links() != nullptr) return "its ranks share no memory";
   const std::size_t slot = team_->geometry().slot_bytes;
-  if (op.element_bytes <= slot) return "";
-  return c10::str("an element has ", op.element_bytes, " bytes, and a slot ", slot);
+  if (element_bytes <= slot) return "";
+  return c10::str("an element has ", element_bytes, " bytes, and a slot ", slot);
 }
 
 void ProcessGroupRing::allreduce_by(const Operator& op, const at::Tensor& tensor) {
-  if (const std::string reason = why_not(op); !reason.empty()) invalid("all_reduce by ", op.name, ": ", reason);
+  if (const std::string reason = why_not(op.element_bytes); !reason.empty())
+    invalid("all_reduce by ", op.name, ": ", reason);
   if (tensor.nbytes() % op.element_bytes != 0)
     invalid("all_reduce by ", op.name, ": the tensor has ", tensor.nbytes(), " bytes, no multiple of ",
             op.element_bytes);

@@ -97,7 +97,7 @@ class ProcessGroupRing : public c10d::Backend {
   // after the other. Throws operator_failed on the ranks that got a result on which the operator failed.
   void allreduce_by(const Operator& op, const at::Tensor& tensor);
   // Why the group cannot do that, the same on all ranks; empty if it can.
-  std::string why_not(const Operator& op) const;
+  std::string why_not(std::size_t element_bytes) const;
   // Sums sparse COO tensors; other operations are refused. Each rank gets the sum over the union of all ranks' indices,
   // coalesced.
   WorkPtr allreduce_sparse(TensorList& tensors, const c10d::AllreduceOptions& opts) override;

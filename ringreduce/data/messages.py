@@ -88,10 +88,7 @@ def accept(listener: socket.socket) -> socket.socket | None:
 
 def next_message(connection: socket.socket) -> tuple[bytes, list[int]]:
     """A message and its descriptors. Raises `ConnectionError` where the other side has gone."""
-    try:
-        message, fds = receive(connection, LONGEST, 1)
-    except ConnectionResetError:  # it ended with a message unread; what it had said before comes after this error
-        message, fds = receive(connection, LONGEST, 1)
+    message, fds = receive(connection, LONGEST, 1)
     if not message:
         raise ConnectionError("the other side closed the connection")
     return message, fds

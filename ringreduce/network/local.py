@@ -56,12 +56,15 @@ def send(connection: socket.socket, message: bytes, fds: list[int], deadline: fl
 def receive(connection: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
     """A message and its descriptors, which no program that another thread starts meanwhile inherits.
 
-    Raises `ConnectionError` if it has more than `size` bytes or `most` descriptors, `SystemFailure` if this process has
-    no room for them.
+    Empty if the other side has gone. Raises `ConnectionError` if it has more than `size` bytes or `most` descriptors,
+    `SystemFailure` if this process has no room for them.
     """
     fds = array.array("i")
-    room = socket.CMSG_LEN(most * fds.itemsize)
-    message, ancillary, flags, _ = connection.recvmsg(size, room, socket.MSG_CMSG_CLOEXEC)  # recv_fds() ignores flags
+    asked = size, socket.CMSG_LEN(most * fds.itemsize), socket.MSG_CMSG_CLOEXEC  # recv_fds() ignores flags
+    try:
+        message, ancillary, flags, _ = connection.recvmsg(*asked)
+    except ConnectionResetError:  # the other side ended with a message unread; what it had said comes after this error
+        message, ancillary, flags, _ = connection.recvmsg(*asked)
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(data[: len(data) - len(data) % fds.itemsize])

@@ -76,42 +76,41 @@ class Call:
 
     def all_reduced(self) -> bool:
         """Has the engine make an all_reduce; False, with nothing done, where it cannot."""
-        combiner, source, target = self.op.combiner, self.sources[0], self.targets[0]
+        combiner = self.op.combiner
         if combiner is None or self.op.check:
-            return self.elsewhere("check=True" if self.op.check else "it is on several tensors")
-        errors: list[BaseException] = []
-        if isinstance(combiner, Compiled):
-            operator = combiner.operator(self.op.name, source.elements)
+            reason = "check=True" if self.op.check else "it is on several tensors"
         else:
-            operator = combiner.operator(self.op.name, source.elements, errors)
-        if reason := self.backend.why_not(operator):
-            return self.elsewhere(reason)
-        if isinstance(combiner, Interpreted):
-            self.agree()
-        if target is not source:
-            target.rows.copy_(source.rows)
-        if isinstance(combiner, Interpreted):
-            try:
-                self.all_reduce_in_python(operator, target, errors)
-            finally:
-                del operator  # which an error may lead to by its frames, and Python's collector sees no further
-            return True
-        self.backend.allreduce_by(operator, as_bytes(target.rows))
-        if not source.elements.shape and isinstance(source.array, torch.Tensor):
-            combiner.by_dtype[source.array.dtype] = operator
+            reason = self.backend.why_not(self.row_bytes)
+        if combiner is None or reason:
+            log.debug("%s does not run in the engine: %s", self.what, reason)
+            return False
+        if isinstance(combiner, Compiled):
+            self.all_reduce_compiled(combiner)
+        else:
+            self.all_reduce_in_python(combiner)
         return True
 
-    def all_reduce_in_python(self, operator: _C.Operator, target: Rows, errors: list[BaseException]) -> None:
+    def all_reduce_compiled(self, combiner: Compiled) -> None:
+        source = self.sources[0]
+        operator = combiner.operator(self.op.name, source.elements)
+        self.backend.allreduce_by(operator, self.filled_target())
+        if not source.elements.shape and isinstance(source.array, torch.Tensor):
+            combiner.by_dtype[source.array.dtype] = operator
+
+    def all_reduce_in_python(self, combiner: Interpreted) -> None:
         """As the engine's call ends well on ranks that got no value from the failed one, the ranks agree on success."""
+        self.agree()
+        errors: list[BaseException] = []
+        operator = combiner.operator(self.op.name, self.sources[0].elements, errors)
         failure: OperatorFailed | None = None
         try:
-            self.backend.allreduce_by(operator, as_bytes(target.rows))
+            self.backend.allreduce_by(operator, self.filled_target())
         except OperatorFailed as raised:
             failure = raised
         except (KeyboardInterrupt, SystemExit) as raised:  # of a signal that came while the engine waited
             errors.append(raised)
         finally:
-            del operator
+            del operator  # which an error may lead to by its frames, and Python's collector sees no further
         # What ends a program comes before an error of the function.
         error = next((each for each in errors if not isinstance(each, Exception)), errors[0] if errors else None)
         errors.clear()
@@ -119,17 +118,16 @@ class Call:
         if failure is not None:  # the ranks know of no error, so nothing explains it
             raise failure
 
-    def elsewhere(self, reason: str) -> bool:
-        log.debug("%s does not run in the engine: %s", self.what, reason)
-        return False
-
-    def small(self) -> bool:
-        """Whether the tensors travel with what the ranks tell each other first."""
-        return self.count * self.row_bytes <= FRAME_BYTES - DIGEST_BYTES
+    def filled_target(self) -> torch.Tensor:
+        """The bytes of the target, which have the source's values."""
+        source, target = self.sources[0], self.targets[0]
+        if target is not source:
+            target.rows.copy_(source.rows)
+        return as_bytes(target.rows)
 
     def blocks(self) -> Iterator[Block]:
         """The call's elements, cut in blocks. Those of a small call have come with what the ranks compared."""
-        if self.small():
+        if self.count * self.row_bytes <= FRAME_BYTES - DIGEST_BYTES:
             block = Block(self, 0, self.count, self.count, everywhere=True)
             rows = b"".join(as_bytes(source.rows).numpy().tobytes() for source in self.sources)
             block.take(self.agree(rows))

@@ -49,7 +49,7 @@ class Compiled:
         """What the engine takes."""
         if str(elements) not in self._operators:
             self._operators[str(elements)] = _C.Operator(
-                function=self.address, failure=self.failure, **_told(name, elements)
+                function=self.address, failure=self.failure, **_identity(name, elements)
             )
         return self._operators[str(elements)]
 
@@ -78,12 +78,12 @@ class Interpreted:
             errors=errors,
             dtype=elements.row_dtype,
             row_shape=elements.row_shape,
-            tile=TILE_BYTES,
-            **_told(name, elements),
+            most_tile_bytes=TILE_BYTES,
+            **_identity(name, elements),
         )
 
 
-def _told(name: str, elements: Elements) -> dict[str, Any]:
+def _identity(name: str, elements: Elements) -> dict[str, Any]:
     """What ranks compare: they must call the same name on the same elements."""
     text = f"{name!r} on {elements}".encode(errors="backslashreplace")
     digest = hashlib.blake2b(text + b" of %d bytes" % elements.row_bytes, digest_size=8).digest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -67,6 +68,18 @@ def rightmost(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[An
 
 
 WELFORD = np.dtype([("count", "<i8"), ("mean", "<f8"), ("squares", "<f8")])
+
+
+class Merge:
+    """An operator that its function leads to."""
+
+    def __init__(self, wrong: float = math.nan) -> None:
+        self.op, self.wrong = Op.torch(self.merge, name="merge"), wrong
+
+    def merge(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        if (a == self.wrong).any():
+            raise ValueError("wrong")
+        return a + b
 
 
 def lives_on(me: Rank) -> None:

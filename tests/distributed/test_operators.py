@@ -18,6 +18,7 @@ from bodies.operators import (
     PLACEMENTS,
     PRODUCT,
     WELFORD,
+    Merge,
     folded,
     later,
     lives_on,
@@ -152,21 +153,11 @@ def test_the_engine_calls_functions_in_python(size: int) -> None:
     run(placed, size, {}, in_the_engine)
 
 
-class Sum:
-    """Its operator leads back to it."""
-
-    def __init__(self) -> None:
-        self.op = Op.torch(self.add)
-
-    def add(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return a + b
-
-
 def forgotten(me: Rank) -> None:
-    total = Sum()
-    alive = weakref.ref(total)
-    ringreduce.all_reduce(torch.ones(5000), op=total.op)
-    del total
+    merge = Merge()
+    alive = weakref.ref(merge)
+    ringreduce.all_reduce(torch.ones(5000), op=merge.op)
+    del merge
     gc.collect()
     assert alive() is None
 

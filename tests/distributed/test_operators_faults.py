@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from bodies.operators import PLACEMENTS, PRODUCT, WELFORD, later, lives_on, matrices, placed, product, rightmost
+from bodies.operators import PLACEMENTS, PRODUCT, WELFORD, Merge, later, lives_on, matrices, placed, product, rightmost
 from distributed.harness import Rank, Ranks, run
 
 import ringreduce
@@ -116,18 +116,6 @@ def interrupted(me: Rank, count: int) -> None:
 @pytest.mark.parametrize("count", [1000, 100_000, 1_000_000])
 def test_a_signal_while_the_engine_waits_is_an_error_of_the_function(count: int) -> None:
     run(placed, 2, {}, interrupted, count)
-
-
-class Merge:
-    """An operator that its function leads to."""
-
-    def __init__(self, wrong: float | None = None) -> None:
-        self.op, self.wrong = Op.torch(self.merge, name="merge"), wrong
-
-    def merge(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        if (a == self.wrong).any():
-            raise ValueError("wrong")
-        return a + b
 
 
 def fails_in_one_of_two_groups(me: Rank) -> None:
