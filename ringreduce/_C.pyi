@@ -185,7 +185,8 @@ class RankSeen:
 def observe(memfd: int) -> list[RankSeen]: ...
 
 class Operator:
-    def __init__(self, *, function: int, element_bytes: int, digest: int, name: str, failure: str) -> None: ...
+    @staticmethod
+    def at_address(*, function: int, failure: str, element_bytes: int, digest: int, name: str) -> Operator: ...
     @staticmethod
     def in_python(
         *,
@@ -198,6 +199,32 @@ class Operator:
         digest: int,
         name: str,
     ) -> Operator: ...
+    @staticmethod
+    def reduction(*, dtype: str, op: str, element_bytes: int, digest: int, name: str) -> Operator: ...
+    @staticmethod
+    def first_of(
+        *,
+        key: tuple[str, int],
+        index: tuple[str, int] | None,
+        highest: bool,
+        element_bytes: int,
+        digest: int,
+        name: str,
+    ) -> Operator: ...
+    @staticmethod
+    def first_k_of(
+        *,
+        key: tuple[str, int],
+        index: tuple[str, int],
+        highest: bool,
+        k: int,
+        element_bytes: int,
+        digest: int,
+        name: str,
+    ) -> Operator: ...
+    @staticmethod
+    def moments(*, dtype: str, element_bytes: int, digest: int, name: str) -> Operator: ...
+    def combine(self, a: int, b: int, out: int, count: int) -> bool: ...
 
 def begin_no_calls() -> None: ...
 def end_no_calls() -> None: ...

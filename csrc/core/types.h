@@ -28,9 +28,9 @@ enum class DType : std::uint8_t {
   // More are moved between ranks and never reduced. They follow here in the order of kDTypes, and need no names.
 };
 
-// The operations of c10d::ReduceOp. `premul_sum` multiplies each rank's input by a factor before the sum; `avg` divides
-// the sum by the number of ranks.
-enum class ReduceOp : std::uint8_t { sum, avg, product, min, max, band, bor, bxor, premul_sum };
+// The operations of c10d::ReduceOp, and logaddexp. `premul_sum` multiplies each rank's input by a factor before the
+// sum; `avg` divides the sum by the number of ranks; `logaddexp` is log(exp(a) + exp(b)).
+enum class ReduceOp : std::uint8_t { sum, avg, product, min, max, band, bor, bxor, premul_sum, logaddexp };
 
 namespace detail {
 struct DTypeInfo {
@@ -81,8 +81,8 @@ inline constexpr DTypeInfo kDTypes[] = {
     {"uint6", 1},
     {"uint7", 1},
 };
-inline constexpr std::array<std::string_view, 9> kReduceOps{"sum",  "avg", "product", "min",       "max",
-                                                            "band", "bor", "bxor",    "premul_sum"};
+inline constexpr std::array<std::string_view, 10> kReduceOps{"sum",  "avg", "product", "min",        "max",
+                                                             "band", "bor", "bxor",    "premul_sum", "logaddexp"};
 }  // namespace detail
 
 inline constexpr std::size_t kDTypeCount = std::size(detail::kDTypes);

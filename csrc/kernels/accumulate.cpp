@@ -75,6 +75,8 @@ bool supports(DType dtype, ReduceOp op) {
     case ReduceOp::bor:
     case ReduceOp::bxor:
       return !is_floating(dtype) && !is_complex(dtype);
+    case ReduceOp::logaddexp:
+      return is_floating(dtype);
   }
   return false;
 }

@@ -17,6 +17,7 @@ namespace ringreduce::kernels {
 //   sum, product, min, max     every dtype, but min and max not for complex; on bool: sum, max = or; product, min = and
 //   avg, premul_sum            floating point and complex
 //   band, bor, bxor            integers and bool
+//   logaddexp                  floating point
 // Dtypes that are only moved (core/types.h) have none.
 bool supports(DType dtype, ReduceOp op);
 
@@ -24,7 +25,8 @@ bool supports(DType dtype, ReduceOp op);
 // At least one of both. A dst may be one of `srcs` (same pointer), not otherwise overlap them or another dst. No
 // alignment is required. float16, bfloat16 and float8 operands are widened to float32, combined there and rounded once,
 // to nearest even; float8_e4m3fn, which has no infinities, saturates: whatever is too large becomes 448, as in torch
-// from 2.12 on. min and max return NaN where any operand is NaN. avg and premul_sum combine as sum. Where `divisor` is
+// from 2.12 on. min and max return NaN where any operand is NaN. avg and premul_sum combine as sum. logaddexp is
+// within 6 units in the last place of the larger of its result and its operands. Where `divisor` is
 // not 1 the result is divided by it before that one rounding (avg; floating point and complex only). The divisor is
 // first rounded to the type in which elements are combined, as is the factor of scale(). Precondition: supports(dtype,
 // op).

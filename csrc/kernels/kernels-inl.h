@@ -272,6 +272,98 @@ RINGREDUCE_INLINE V apply(V a, V b) {
   if constexpr (op == ReduceOp::sum) return a + b;
 }
 
+// What log_add_exp() needs of float32 and float64.
+template <class T>
+struct LogAddExp;
+
+template <>
+struct LogAddExp<float> {
+  using Integer = std::uint32_t;
+  static constexpr int kFraction = 23;        // bits of the fraction
+  static constexpr float kLeast = -87;        // its exponential is a normal number
+  static constexpr float kLog2 = 0x1.63p-1f;  // so short that its products with exponents are exact
+  static constexpr float kRestOfLog2 = -0x1.bd0106p-13f;
+  static constexpr int kExpTerms = 8, kArtanhTerms = 7;  // as many as the digits need
+};
+
+template <>
+struct LogAddExp<double> {
+  using Integer = std::uint64_t;
+  static constexpr int kFraction = 52;
+  static constexpr double kLeast = -708;
+  static constexpr double kLog2 = 0x1.62e42feep-1;
+  static constexpr double kRestOfLog2 = 0x1.a39ef35793c76p-33;
+  static constexpr int kExpTerms = 14, kArtanhTerms = 16;
+};
+
+template <class T, int kTerms>
+struct Series {
+  T coefficients[kTerms];
+};
+
+template <class T>
+constexpr auto kExp = [] {  // exp(x) is the sum of x^k / k!
+  Series<T, LogAddExp<T>::kExpTerms> series{};
+  double factorial = 1;
+  for (int k = 0; k < LogAddExp<T>::kExpTerms; factorial *= ++k) series.coefficients[k] = static_cast<T>(1 / factorial);
+  return series;
+}();
+
+template <class T>
+constexpr auto kArtanh = [] {  // artanh(x) is x times the sum of (x^2)^k / (2k + 1)
+  Series<T, LogAddExp<T>::kArtanhTerms> series{};
+  for (int k = 0; k < LogAddExp<T>::kArtanhTerms; ++k) series.coefficients[k] = static_cast<T>(1.0 / (2 * k + 1));
+  return series;
+}();
+
+// The vectors of a block go side by side through each step, as each would wait for its own last one.
+template <class T, int kTerms>
+RINGREDUCE_INLINE Block<T> value(const Series<T, kTerms>& series, const Block<T>& at) {
+  Block<T> sum{};
+  for (int k = kTerms - 1; k >= 0; --k)
+    for (int j = 0; j < 4; ++j) sum.v[j] = sum.v[j] * at.v[j] + series.coefficients[k];
+  return sum;
+}
+
+// exp(x) for x <= 0; 0 where that is no normal number.
+template <class T>
+RINGREDUCE_INLINE Block<T> exp_of(const Block<T>& x) {
+  using Constants = LogAddExp<T>;
+  using Integers = Vec<typename Constants::Integer>;
+  constexpr T kLog2E = static_cast<T>(1.4426950408889634);
+  constexpr T kRounder = static_cast<T>(3ULL << (Constants::kFraction - 1));  // what is added to it becomes whole
+  Block<T> shifted, rest;
+  for (int j = 0; j < 4; ++j) {
+    const Vec<T> bounded = x.v[j] < Constants::kLeast ? Vec<T>{} + Constants::kLeast : x.v[j];
+    shifted.v[j] = bounded * kLog2E + kRounder;
+    const Vec<T> exponent = shifted.v[j] - kRounder;
+    rest.v[j] = bounded - exponent * Constants::kLog2 - exponent * Constants::kRestOfLog2;
+  }
+  Block<T> power = value(kExp<T>, rest);
+  for (int j = 0; j < 4; ++j) {
+    const auto scaled = (Vec<T>)((Integers)power.v[j] + ((Integers)shifted.v[j] << Constants::kFraction));
+    power.v[j] = x.v[j] < Constants::kLeast ? Vec<T>{} : scaled;
+  }
+  return power;
+}
+
+// a = log(exp(a) + exp(b)) = max(a, b) + log(1 + x), where x is exp(-|a - b|), and log(1 + x) is 2 artanh(x / (2 + x)).
+template <class T>
+RINGREDUCE_INLINE void log_add_exp(Block<T>& a, const Block<T>& b) {
+  Block<T> below, ratio, square;
+  for (int j = 0; j < 4; ++j) {
+    const Vec<T> gap = a.v[j] < b.v[j] ? a.v[j] - b.v[j] : b.v[j] - a.v[j];
+    below.v[j] = a.v[j] == b.v[j] ? Vec<T>{} : gap;  // also of infinities, which have no difference
+  }
+  const Block<T> x = exp_of(below);
+  for (int j = 0; j < 4; ++j) {
+    ratio.v[j] = x.v[j] / (x.v[j] + 2);
+    square.v[j] = ratio.v[j] * ratio.v[j];
+  }
+  const Block<T> sum = value(kArtanh<T>, square);
+  for (int j = 0; j < 4; ++j) a.v[j] = apply<ReduceOp::max>(a.v[j], b.v[j]) + 2 * ratio.v[j] * sum.v[j];
+}
+
 template <class Format, ReduceOp op, class T>
 RINGREDUCE_INLINE void combine(Block<T>& a, const Block<T>& b) {
   if constexpr (std::is_same_v<Format, Complex<T>>) {  // the product
@@ -281,6 +373,8 @@ RINGREDUCE_INLINE void combine(Block<T>& a, const Block<T>& b) {
       a.v[j] = real;
       a.v[j + 1] = imaginary;
     }
+  } else if constexpr (op == ReduceOp::logaddexp) {
+    log_add_exp(a, b);
   } else {
     for (int j = 0; j < 4; ++j) a.v[j] = apply<op>(a.v[j], b.v[j]);
   }
@@ -395,6 +489,8 @@ void floating(ReduceOp op, const Job& job) {
       return accumulate_as<Format, ReduceOp::min>(job);
     case ReduceOp::max:
       return accumulate_as<Format, ReduceOp::max>(job);
+    case ReduceOp::logaddexp:
+      return accumulate_as<Format, ReduceOp::logaddexp>(job);
     default:
       return accumulate_as<Format, ReduceOp::sum>(job);
   }

@@ -1,5 +1,5 @@
-// Operators of the user's own as Python makes them: of a function in machine code, or of one in Python, which runs with
-// the GIL while its group moves data. Their stubs are in ringreduce/_C.pyi.
+// Operators as Python makes them: of the library's own kernels, of a function of the user's in machine code, or of one
+// in Python, which runs with the GIL while its group moves data. Their stubs are in ringreduce/_C.pyi.
 #include "process_group/operator_bindings.h"
 
 #include <pybind11/stl.h>
@@ -9,13 +9,18 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "core/error.h"
+#include "core/types.h"
 #include "engine/history.h"
 #include "engine/operator.h"
+#include "kernels/accumulate.h"
+#include "kernels/records.h"
+#include "process_group/keywords.h"
 #include "process_group/no_calls.h"
 #include "process_group/one_thread.h"
 
@@ -28,6 +33,20 @@ Operator checked(Operator op) {
   if (op.name.size() >= CallHistory::kNameBytes)
     throw Error(ErrorKind::invalid_argument, "name has " + std::to_string(op.name.size()) + " bytes");
   return op;
+}
+
+// Of a kernel, which cannot fail.
+template <class Kernel>
+Operator built_in(std::size_t element_bytes, std::uint64_t digest, std::string name, Kernel kernel) {
+  return checked({.function =
+                      [kernel](const void* a, const void* b, void* out, std::size_t count) {
+                        kernel(a, b, out, count);
+                        return 0;
+                      },
+                  .element_bytes = element_bytes,
+                  .digest = digest,
+                  .name = std::move(name),
+                  .failure = ""});
 }
 
 // function(a, b, out) in Python, of tensors of rows, one an element, which may have memory of peers. What it raises
@@ -70,23 +89,42 @@ class PythonFunction {
   std::vector<std::int64_t> row_shape_;
 };
 
+// A field in Python: its dtype, and its offset in its record.
+using FieldTuple = std::pair<DType, std::size_t>;
+
+kernels::Order order_of(const FieldTuple& key, const std::optional<FieldTuple>& index, bool highest) {
+  kernels::Order order{.key = {key.first, key.second}, .index = {}, .highest = highest};
+  if (index) order.index = {index->first, index->second};
+  if (!kernels::supports(order)) throw Error(ErrorKind::invalid_argument, "there are no such keys and indices");
+  return order;
+}
+
+void* place_of(std::uintptr_t address) {
+  return reinterpret_cast<void*>(address);
+}  // NOLINT(performance-no-int-to-ptr)
+
 }  // namespace
 
 void bind_operators(py::module_& m) {
   py::class_<Operator> operators(m, "Operator");
-  operators.def(
-      py::init([](std::uintptr_t function, std::size_t element_bytes, std::uint64_t digest, std::string name,
-                  std::string failure) {
-        auto* const place = reinterpret_cast<void*>(function);  // NOLINT(performance-no-int-to-ptr)
-        return checked({.function = reinterpret_cast<int (*)(const void*, const void*, void*, std::size_t)>(place),
-                        .element_bytes = element_bytes,
-                        .digest = digest,
-                        .name = std::move(name),
-                        .failure = std::move(failure)});
-      }),
-      py::kw_only(), py::arg("function"), py::arg("element_bytes"), py::arg("digest"), py::arg("name"),
-      py::arg("failure"));
-  operators.def_static(
+  // All are made with what ranks compare, by keyword.
+  const auto def = [&operators](const char* name, auto make, auto... own) {
+    operators.def_static(name, make, py::kw_only(), own..., py::arg("element_bytes"), py::arg("digest"),
+                         py::arg("name"));
+  };
+  def(
+      "at_address",
+      [](std::uintptr_t function, std::string failure, std::size_t element_bytes, std::uint64_t digest,
+         std::string name) {
+        return checked(
+            {.function = reinterpret_cast<int (*)(const void*, const void*, void*, std::size_t)>(place_of(function)),
+             .element_bytes = element_bytes,
+             .digest = digest,
+             .name = std::move(name),
+             .failure = std::move(failure)});
+      },
+      py::arg("function"), py::arg("failure"));
+  def(
       "in_python",
       [](py::function function, py::list errors, at::ScalarType dtype, std::vector<std::int64_t> row_shape,
          std::size_t most_tile_bytes, std::size_t element_bytes, std::uint64_t digest, std::string name) {
@@ -101,8 +139,59 @@ void bind_operators(py::module_& m) {
                         .failure = "its function raised an error",
                         .most_tile_bytes = most_tile_bytes});
       },
-      py::kw_only(), py::arg("function"), py::arg("errors"), py::arg("dtype"), py::arg("row_shape"),
-      py::arg("most_tile_bytes"), py::arg("element_bytes"), py::arg("digest"), py::arg("name"));
+      py::arg("function"), py::arg("errors"), py::arg("dtype"), py::arg("row_shape"), py::arg("most_tile_bytes"));
+  def(
+      "reduction",
+      [](DType dtype, ReduceOp op, std::size_t element_bytes, std::uint64_t digest, std::string name) {
+        if (!kernels::supports(dtype, op)) throw Error(ErrorKind::invalid_argument, "there is no such reduction");
+        const std::size_t numbers = element_bytes / size_of(dtype);
+        return built_in(element_bytes, digest, std::move(name),
+                        [=](const void* a, const void* b, void* out, std::size_t count) {
+                          const void* const srcs[] = {a, b};
+                          kernels::accumulate(dtype, op, {&out, 1}, srcs, count * numbers);
+                        });
+      },
+      py::arg("dtype"), py::arg("op"));
+  def(
+      "first_of",
+      [](const FieldTuple& key, const std::optional<FieldTuple>& index, bool highest, std::size_t element_bytes,
+         std::uint64_t digest, std::string name) {
+        return built_in(element_bytes, digest, std::move(name),
+                        [order = order_of(key, index, highest), element_bytes](const void* a, const void* b, void* out,
+                                                                               std::size_t count) {
+                          kernels::choose(order, element_bytes, a, b, out, count);
+                        });
+      },
+      py::arg("key"), py::arg("index"), py::arg("highest"));
+  def(
+      "first_k_of",
+      [](const FieldTuple& key, const FieldTuple& index, bool highest, std::size_t k, std::size_t element_bytes,
+         std::uint64_t digest, std::string name) {
+        return built_in(element_bytes, digest, std::move(name),
+                        [order = order_of(key, index, highest), k, element_bytes](const void* a, const void* b,
+                                                                                  void* out, std::size_t count) {
+                          kernels::merge_best(order, k, element_bytes, a, b, out, count);
+                        });
+      },
+      py::arg("key"), py::arg("index"), py::arg("highest"), py::arg("k"));
+  def(
+      "moments",
+      [](DType dtype, std::size_t element_bytes, std::uint64_t digest, std::string name) {
+        return built_in(element_bytes, digest, std::move(name),
+                        [dtype](const void* a, const void* b, void* out, std::size_t count) {
+                          kernels::merge_moments(dtype, a, b, out, count);
+                        });
+      },
+      py::arg("dtype"));
+  operators.def(
+      "combine",
+      [](const Operator& op, std::uintptr_t a, std::uintptr_t b, std::uintptr_t out, std::size_t count) {
+        void* const dsts[] = {place_of(out)};
+        const void* const srcs[] = {place_of(a), place_of(b)};
+        std::vector<std::byte> scratch(op.tile_bytes());
+        return op.fold(dsts, srcs, count, scratch.data());
+      },
+      py::call_guard<py::gil_scoped_release>(), py::arg("a"), py::arg("b"), py::arg("out"), py::arg("count"));
   m.def("begin_no_calls", &NoCalls::begin, "From here to end_no_calls() this thread may make no calls of groups.");
   m.def("end_no_calls", &NoCalls::end);
 }

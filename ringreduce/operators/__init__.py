@@ -1,4 +1,4 @@
-"""Reductions by operators of the user's own: `Op`, and the calls that combine the ranks' values in rank order.
+"""Reductions by operators other than torch's: `Op`, and the calls that combine the ranks' values in rank order.
 
 The elements of a tensor are cut in a share for each rank. An all_to_all brings rank r the r-th share of every rank,
 rank r combines them from rank 0 upwards, and an all_gather brings the results to all. So operands are combined in the
@@ -24,7 +24,6 @@ from ringreduce import _C
 from ringreduce.errors import InvalidArgument
 from ringreduce.groups.lookup import backend_of
 from ringreduce.operators.call import Block, Call, Group, Work, at_once
-from ringreduce.operators.combiners import Compiled
 from ringreduce.operators.op import Op as Op
 from ringreduce.operators.rows import Given, check_alike, rows_of, shown
 
@@ -32,8 +31,8 @@ from ringreduce.operators.rows import Given, check_alike, rows_of, shown
 
 
 def all_reduce(op: Op, tensor: Given, group: Group, async_op: bool, out: Given | None) -> Work:
-    if isinstance(op.combiner, Compiled) and not async_op and not op.check:  # Call takes longer than a small call
-        known = op.combiner.by_dtype.get(getattr(tensor, "dtype", None))
+    if op.native and not async_op and not op.check:  # Call takes longer than a small call
+        known = op.native.by_dtype.get(getattr(tensor, "dtype", None))
         if known and _C.all_reduce_now(group, tensor, known, out):
             return None
     call = Call("all_reduce", op, group, async_op, rows_of(op, "tensor", tensor), out)

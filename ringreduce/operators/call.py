@@ -17,7 +17,7 @@ from ringreduce import _C
 from ringreduce.errors import CollectiveMismatch, InvalidArgument, OperatorFailed
 from ringreduce.groups.lookup import backend_of
 from ringreduce.groups.tensors import share_memory
-from ringreduce.operators.combiners import TILE_BYTES, Compiled, Interpreted
+from ringreduce.operators.combiners import TILE_BYTES, Interpreted
 from ringreduce.operators.op import Op
 from ringreduce.operators.rows import Given, Rows, check_alike, rows_of, shown
 
@@ -76,26 +76,23 @@ class Call:
 
     def all_reduced(self) -> bool:
         """Has the engine make an all_reduce; False, with nothing done, where it cannot."""
-        combiner = self.op.combiner
-        if combiner is None or self.op.check:
-            reason = "check=True" if self.op.check else "it is on several tensors"
+        source = self.sources[0]
+        if self.op.check:
+            reason = "check=True"
+        elif self.op.native is None and self.op.interpreted is None:
+            reason = "it is on several tensors"
         else:
             reason = self.backend.why_not(self.row_bytes)
-        if combiner is None or reason:
+        if reason:
             log.debug("%s does not run in the engine: %s", self.what, reason)
             return False
-        if isinstance(combiner, Compiled):
-            self.all_reduce_compiled(combiner)
-        else:
-            self.all_reduce_in_python(combiner)
+        if self.op.native and (operator := self.op.native.operator(self.op.name, source.elements)):
+            self.backend.allreduce_by(operator, self.filled_target())
+            if not source.elements.shape and isinstance(source.array, torch.Tensor):
+                self.op.native.by_dtype[source.array.dtype] = operator
+        elif self.op.interpreted:
+            self.all_reduce_in_python(self.op.interpreted)
         return True
-
-    def all_reduce_compiled(self, combiner: Compiled) -> None:
-        source = self.sources[0]
-        operator = combiner.operator(self.op.name, source.elements)
-        self.backend.allreduce_by(operator, self.filled_target())
-        if not source.elements.shape and isinstance(source.array, torch.Tensor):
-            combiner.by_dtype[source.array.dtype] = operator
 
     def all_reduce_in_python(self, combiner: Interpreted) -> None:
         """As the engine's call ends well on ranks that got no value from the failed one, the ranks agree on success."""

@@ -1,10 +1,9 @@
-"""What the engine calls in an all_reduce by an operator of the user's own: a C function, by its address or compiled by
-Numba, or a function in Python.
+"""What the engine calls in an all_reduce by an `Op`: a kernel of the library, a function in machine code, given by its
+address or compiled by Numba, or a function in Python.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 from collections.abc import Callable
 from types import BuiltinFunctionType
@@ -22,36 +21,73 @@ NAME_BYTES = 127
 TILE_BYTES = 128 << 10
 """A function in Python gets this much of each operand at a time, so that what it allocates stays in the cache."""
 
-_C_FUNCTION = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
+class Native:
+    """What combines without Python: a kernel of the library, or a function of the user's in machine code.
 
-class Compiled:
-    """`int f(const void* a, const void* b, void* out, size_t n)` at `address`. `failure` is what it means that it
-    returns another number than 0, and `kept` what must live as long."""
+    `make(elements, **identity)` gives what the engine takes for such elements, or None where there is nothing.
+    """
 
-    def __init__(
-        self, address: Any, failure: str = "the function returned another number than 0", kept: Any = None
-    ) -> None:
-        if isinstance(address, bool) or not isinstance(address, int) or address <= 0:
-            raise InvalidArgument(f"address is {address!r:.60}; it must be the address of a function, a number above 0")
-        self.address, self.failure, self.kept = address, failure, kept
-        self._function = _C_FUNCTION(address)
-        self._operators: dict[str, _C.Operator] = {}
+    def __init__(self, make: Callable[..., _C.Operator | None]) -> None:
+        self._make = make
+        self._operators: dict[tuple[str, str], _C.Operator | None] = {}
         self.by_dtype: dict[Any, _C.Operator] = {}
         """For tensors whose elements are those of torch, and which were checked once."""
 
+    def operator(self, name: str, elements: Elements) -> _C.Operator | None:
+        key = name, str(elements)
+        if key not in self._operators:
+            self._operators[key] = self._make(elements, **_identity(name, elements))
+        return self._operators[key]
+
     def combine(self, a: Any, b: Any) -> Any:
-        if self._function(_place(a), _place(b), _place(a), len(a)) != 0:
-            raise RuntimeError(self.failure)
+        """Outside of the engine: writes to `a`."""
+        operator = self.operator("", Elements(tuple(a.shape[1:]), a.dtype))
+        if operator is None or not operator.combine(_place(a), _place(b), _place(a), len(a)):
+            raise RuntimeError("the function returned another number than 0")
         return a
 
-    def operator(self, name: str, elements: Elements) -> _C.Operator:
-        """What the engine takes."""
-        if str(elements) not in self._operators:
-            self._operators[str(elements)] = _C.Operator(
-                function=self.address, failure=self.failure, **_identity(name, elements)
-            )
-        return self._operators[str(elements)]
+
+def at_address(address: Any, failure: str = "the function returned another number than 0", kept: Any = None) -> Native:
+    """`int f(const void* a, const void* b, void* out, size_t n)` at `address`. `failure` is what it means that it
+    returns another number than 0, and `kept` what must live as long."""
+    if isinstance(address, bool) or not isinstance(address, int) or address <= 0:
+        raise InvalidArgument(f"address is {address!r:.60}; it must be the address of a function, a number above 0")
+
+    def make(elements: Elements, kept: Any = kept, **identity: Any) -> _C.Operator:
+        return _C.Operator.at_address(function=address, failure=failure, **identity)
+
+    return Native(make)
+
+
+REDUCTIONS = {
+    torch.add: "sum",
+    torch.mul: "product",
+    torch.minimum: "min",
+    torch.maximum: "max",
+    torch.bitwise_and: "band",
+    torch.bitwise_or: "bor",
+    torch.bitwise_xor: "bxor",
+    torch.logaddexp: "logaddexp",
+}
+"""Functions of torch that the library has kernels for."""
+
+
+def reduction(function: Any) -> Native | None:
+    """The library's own kernel in place of a function of torch."""
+    try:
+        op = REDUCTIONS.get(function)
+    except TypeError:  # it has no hash
+        op = None
+    if op is None:
+        return None
+
+    def make(elements: Elements, **identity: Any) -> _C.Operator | None:
+        if elements.records is not None or not _C.kernel_supports(elements.name, op):
+            return None
+        return _C.Operator.reduction(dtype=elements.name, op=op, **identity)
+
+    return Native(make)
 
 
 class Interpreted:

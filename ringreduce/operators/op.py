@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 
 from ringreduce.errors import InvalidArgument
-from ringreduce.operators.combiners import Compiled, Interpreted, compiled
+from ringreduce.operators import records
+from ringreduce.operators.combiners import Interpreted, Native, at_address, compiled, reduction
 from ringreduce.operators.elements import Shape
 
 
 class Op:
     """An associative operator for `all_reduce`, `reduce`, `reduce_scatter`, `reduce_scatter_single`, `scan` and
-    `exscan`, made by `Op.torch`, `Op.numba` or `Op.c`. Operands are combined in rank order, so it need not be
+    `exscan`: one of the library's, `Op.argmax`, `Op.argmin`, `Op.max_by`, `Op.min_by`, `Op.top_k` and `Op.welford`, or
+    one of your own, by `Op.torch`, `Op.numba` or `Op.c`. Operands are combined in rank order, so it need not be
     commutative."""
 
     def __init__(
@@ -44,8 +46,12 @@ class Op:
         """Bytes of an element, where the operator takes no others."""
         self.dtype = dtype
         """The dtype of elements, where the operator takes no other."""
-        self.combiner: Compiled | Interpreted | None = None
-        """What the engine calls; it combines one tensor only."""
+        self.native: Native | None = None
+        """What the engine calls, if it has something for the elements."""
+        self.interpreted: Interpreted | None = None
+        """What it calls otherwise; it combines one tensor only."""
+        self.packs = False
+        """Whether a tuple of tensors is combined as records, of which each tensor is a field."""
 
     def __repr__(self) -> str:
         return f"ringreduce.Op({self.name!r})"
@@ -85,7 +91,8 @@ class Op:
         if isinstance(tensors, bool) or not isinstance(tensors, int) or tensors < 1:
             raise InvalidArgument(f"tensors is {tensors!r:.60}; it must be how many tensors f combines, 1 or more")
         op = Op(f, _shapes(element, tensors), _name_of(f, name), commutative, check)
-        op.combiner = Interpreted(f) if tensors == 1 else None
+        if tensors == 1:
+            op.native, op.interpreted = reduction(f), Interpreted(f)
         return op
 
     @staticmethod
@@ -115,9 +122,9 @@ class Op:
         name = _name_of(getattr(f, "py_func", f), name)
         function = compiled(f, dtype)
         failure = "f raised an error; it shows in Python: f.py_func, or f itself"
-        found = Compiled(function.address, failure, kept=function)
-        op = Op(found.combine, [()], name, commutative, check, dtype.itemsize, dtype)
-        op.combiner = found
+        native = at_address(function.address, failure, kept=function)
+        op = _natively(native, name, [()], commutative, check, dtype.itemsize, dtype)
+        op.packs = dtype.names is not None
         return op
 
     @staticmethod
@@ -143,10 +150,84 @@ class Op:
             raise InvalidArgument(f"element_bytes is {element_bytes!r:.60}; it must be a number of bytes, 1 or more")
         if not isinstance(name, str):
             raise InvalidArgument(f"name is {name!r:.60}; it must be a text of 1 to 100 characters")
-        found = Compiled(address)
-        op = Op(found.combine, _shapes(element, 1), _name_of(found.combine, name), commutative, check, element_bytes)
-        op.combiner = found
-        return op
+        native = at_address(address)
+        return _natively(native, _name_of(native, name), _shapes(element, 1), commutative, check, element_bytes)
+
+    @staticmethod
+    def argmax() -> Op:
+        """The highest value and its index, as with `torch.max(dim)` over ranks. Of equal values the lowest index wins.
+
+        A call takes a tuple `(value, index)` of two tensors with as many elements, or a NumPy array of records whose
+        first two fields they are. Values are float32, float64, integers up to 64 bits or bool, in tensors also float16,
+        bfloat16 and float8; indices are int32 or int64. NaN is higher than all numbers, as in torch. More tensors or
+        fields go with them.
+        """
+        return _on_records("argmax", records.first_of("argmax", 0, highest=True, indexed=True))
+
+    @staticmethod
+    def argmin() -> Op:
+        """The lowest value and its index; as `Op.argmax` otherwise. NaN is lower than all numbers, as in torch."""
+        return _on_records("argmin", records.first_of("argmin", 0, highest=False, indexed=True))
+
+    @staticmethod
+    def max_by(key: str | int = 0) -> Op:
+        """The record with the highest `key`, whatever else is in it. Of equal keys the lowest rank's wins.
+
+        `key` is the name of a field of NumPy records, or the number of a field or of a tensor of a tuple, from 0. Keys
+        are what values are to `Op.argmax`. Raises `InvalidArgument` if `key` is neither.
+        """
+        return _on_records(f"max_by({key!r:.60})", records.first_of("max_by", _key(key), highest=True, indexed=False))
+
+    @staticmethod
+    def min_by(key: str | int = 0) -> Op:
+        """The record with the lowest `key`; as `Op.max_by` otherwise."""
+        return _on_records(f"min_by({key!r:.60})", records.first_of("min_by", _key(key), highest=False, indexed=False))
+
+    @staticmethod
+    def top_k(k: int, largest: bool = True) -> Op:
+        """The k highest values over all ranks and their indices, or with `largest=False` the k lowest, in this order.
+
+        A call takes a tuple `(values, indices)` of two tensors of shape `(..., k)`, such as `torch.topk(x, k)` returns,
+        or NumPy records of two such fields. Each k values must come in order, the best one first; NaN is best. A rank
+        that has fewer fills up with -inf, or inf. Of equal values the lowest index wins. Dtypes are those of argmax.
+        Raises `InvalidArgument` if k is no number from 1 up.
+        """
+        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+            raise InvalidArgument(f"k is {k!r:.60}; it must be how many values are kept, 1 or more")
+        if not isinstance(largest, bool):
+            raise InvalidArgument(f"largest is {largest!r:.60}; it must be True or False")
+        name = f"top_k({k}, largest={largest})"
+        return _on_records(name, records.first_k_of("top_k", k, largest), shape=(k,))
+
+    @staticmethod
+    def welford() -> Op:
+        """The moments of samples that ranks have parts of, as Welford's algorithm merges them.
+
+        A call takes a tuple `(size, mean, squares)` of three tensors, or NumPy records of three such fields: how many
+        samples there are, their mean, and the sum of their squared distances from it. All are float32, or all float64.
+        `squares / size` is then the variance. A part of size 0 changes nothing.
+        """
+        return _on_records("welford", records.moments("welford"))
+
+
+def _natively(native: Native, *arguments: Any) -> Op:
+    name, elements, *rest = arguments
+    op = Op(native.combine, elements, name, *rest)
+    op.native = native
+    return op
+
+
+def _on_records(name: str, native: Native, shape: Shape = ()) -> Op:
+    """One of the library's, on records or on tuples of tensors with elements of `shape`."""
+    op = _natively(native, name, [shape])
+    op.packs = True
+    return op
+
+
+def _key(key: Any) -> str | int:
+    if isinstance(key, bool) or not isinstance(key, str | int) or (isinstance(key, int) and key < 0):
+        raise InvalidArgument(f"key is {key!r:.60}; it must be the name of a field, or its number from 0")
+    return key
 
 
 def _shapes(element: Any, tensors: int) -> list[Shape]:

@@ -73,28 +73,103 @@ class Rows:
             self.assign(self.rows)
 
 
+class PackedRows(Rows):
+    """Tensors of a call as records, of which each is a field."""
+
+    def __init__(self, names: list[str], parts: list[Rows], dtype: np.dtype[Any] | None) -> None:
+        self.parts, self.count = parts, parts[0].count
+        columns = [_column(*each) for each in zip(names, parts, strict=True)]
+        if dtype is None:
+            dtype = np.dtype([(f"f{i}", each.dtype, each.shape[1:]) for i, each in enumerate(columns)])
+        self.array = np.empty(self.count, dtype)
+        for name, field, column in zip(names, dtype.names or (), columns, strict=True):
+            if dtype[field].base != column.dtype or dtype[field].shape != column.shape[1:]:
+                raise InvalidArgument(
+                    f"{name} has elements of {column.dtype}; field {field!r} of the operator's records has "
+                    f"{dtype[field]}"
+                )
+            self.array[field] = column
+        self.elements = Elements((), dtype)
+        self.rows = self._bytes(names[0], self.array)
+
+    def assign(self, rows: torch.Tensor) -> None:
+        records = self.elements.operand(rows.contiguous())
+        for field, part in zip(records.dtype.names, self.parts, strict=True):
+            column = records[field].copy()  # in memory of its own, of which torch knows the strides
+            if part.elements.records is None:
+                part.assign(torch.from_numpy(column).to(part.elements.row_dtype))
+            else:
+                part.assign(torch.from_numpy(column.view(np.uint8)))
+
+    def finish(self) -> None:
+        self.assign(self.rows)
+
+
+def _column(name: str, part: Rows) -> np.ndarray[Any, Any]:
+    """The elements of a tensor as NumPy has them; torch's narrow floats as float32."""
+    rows = part.rows
+    if part.elements.records is not None:
+        records: np.ndarray[Any, Any] = part.elements.operand(rows)
+        return records
+    if rows.is_floating_point() and rows.dtype != torch.float64:
+        rows = rows.to(torch.float32)
+    try:
+        return rows.numpy()
+    except TypeError:
+        raise InvalidArgument(f"{name} has dtype {part.elements.name}, which no record can hold") from None
+
+
 def rows_of(op: Op, name: str, given: Given) -> list[Rows]:
     """The tensors that a call was given as one value."""
     several = isinstance(given, Sequence)
+    if op.packs:
+        rows = _packed(op, name, given) if isinstance(given, Sequence) else Rows(name, given, ())
+        _check_elements(op, name, rows)
+        if op.native is not None:
+            try:
+                op.native.operator(op.name, rows.elements)
+            except InvalidArgument as error:
+                raise InvalidArgument(f"{name} cannot be combined: {error}") from None
+        return [rows]
     tensors = list(given) if several else [given]
     if len(tensors) != len(op.elements) or (several and len(tensors) == 1):
         wanted = "one array" if len(op.elements) == 1 else f"a tuple of {len(op.elements)} arrays"
         raise InvalidArgument(f"{name} is {shown(given)}; operator {op.name!r} takes {wanted} (see Op.torch, tensors)")
     names = [f"{name}[{index}]" for index in range(len(tensors))] if several else [name]
     found = [Rows(*each) for each in zip(names, cast(Any, tensors), op.elements, strict=True)]
-    for each, its_name in zip(found, names, strict=True):
-        kind = each.elements
-        if op.element_bytes not in (None, kind.row_bytes) or (op.dtype is not None and not kind.of(op.dtype)):
-            wanted = f"{op.element_bytes} bytes" if op.dtype is None else f"dtype {op.dtype}"
-            raise InvalidArgument(
-                f"{its_name} has elements of {kind.row_bytes} bytes, of dtype {kind.name}; operator {op.name!r} takes "
-                f"elements of {wanted}"
-            )
+    for its_name, each in zip(names, found, strict=True):
+        _check_elements(op, its_name, each)
+    _check_counts(names, found)
+    return found
+
+
+def _packed(op: Op, name: str, given: Sequence[Array]) -> PackedRows:
+    count = None if op.dtype is None else len(op.dtype.names or ())
+    if not given or count not in (None, len(given)):
+        wanted = f"a tuple with an array for each field{'' if count is None else f', {count}'}"
+        raise InvalidArgument(f"{name} is {shown(given)}; operator {op.name!r} takes records, or {wanted}")
+    names = [f"{name}[{index}]" for index in range(len(given))]
+    parts = [Rows(its_name, each, op.elements[0]) for its_name, each in zip(names, given, strict=True)]
+    _check_counts(names, parts)
+    return PackedRows(names, parts, op.dtype)
+
+
+def _check_elements(op: Op, name: str, rows: Rows) -> None:
+    kind = rows.elements
+    if op.element_bytes not in (None, kind.row_bytes) or (op.dtype is not None and not kind.of(op.dtype)):
+        wanted = f"{op.element_bytes} bytes" if op.dtype is None else f"dtype {op.dtype}"
+        raise InvalidArgument(
+            f"{name} has elements of {kind.row_bytes} bytes, of dtype {kind.name}; operator {op.name!r} takes "
+            f"elements of {wanted}"
+        )
+
+
+def _check_counts(names: list[str], found: list[Rows]) -> None:
+    for name, each in zip(names, found, strict=True):
         if each.count != found[0].count:
             raise InvalidArgument(
-                f"{its_name} has {each.count} elements and {names[0]} has {found[0].count}; they must have as many"
+                f"{name} has {each.count} elements and {names[0]} has {found[0].count}; they must have as many"
             )
-    return found
 
 
 def shown(given: Any) -> str:

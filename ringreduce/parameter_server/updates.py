@@ -13,7 +13,7 @@ import torch
 from ringreduce.errors import InvalidArgument
 from ringreduce.parameter_server.checks import check_text, number, shown
 
-REDUCTIONS = ("sum", "product", "min", "max", "band", "bor", "bxor")
+REDUCTIONS = ("sum", "product", "min", "max", "band", "bor", "bxor", "logaddexp")
 ELEMENT_WISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 UNSUITABLE = {
     "Adafactor": "its second moments are sums over rows and columns of whole tensors",
@@ -44,8 +44,9 @@ def assign() -> UpdateRule:
 
 
 def reduce(op: str = "sum") -> UpdateRule:
-    """The value becomes `value op push`. `op` is 'sum', 'product', 'min', 'max', 'band', 'bor' or 'bxor'; the last
-    three are for integers and bool. Raises `InvalidArgument`."""
+    """The value becomes `value op push`. `op` is 'sum', 'product', 'min', 'max', 'band', 'bor', 'bxor' or 'logaddexp'.
+    'band', 'bor' and 'bxor' are for integers and bool; 'logaddexp', log(exp(value) + exp(push)), is for floating point.
+    Raises `InvalidArgument`."""
     if not isinstance(op, str) or op not in REDUCTIONS:
         raise InvalidArgument(f"op is {shown(op)}; it must be one of {', '.join(REDUCTIONS)}")
     return UpdateRule("reduce", {"op": op})

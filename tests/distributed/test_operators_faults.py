@@ -106,10 +106,10 @@ def interrupted(me: Rank, count: int) -> None:
     if me.rank == 1:
         threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
-            ringreduce.all_reduce(torch.zeros(count), op=Op.torch(torch.add))
+            ringreduce.all_reduce(torch.zeros(count), op=Op.torch(torch.fmax))
     else:
         with late_for_the_engine(), pytest.raises(OperatorFailed, match="rank 1: KeyboardInterrupt"):
-            ringreduce.all_reduce(torch.zeros(count), op=Op.torch(torch.add))
+            ringreduce.all_reduce(torch.zeros(count), op=Op.torch(torch.fmax))
     lives_on(me)
 
 
@@ -250,23 +250,26 @@ def test_check_finds_false_claims(size: int) -> None:
 
 def different_calls(me: Rank) -> None:
     x, last = torch.ones(10), me.rank == me.size - 1
-    plus, times = Op.torch(torch.add), Op.torch(torch.mul)
+    larger, smaller = Op.torch(torch.fmax), Op.torch(torch.fmin)
     calls: list[tuple[Callable[[], object], str]] = [
-        (lambda: ringreduce.all_reduce(x, op=times if last else plus), "rank 0 .*'add'.* rank 2 .*'mul'"),
-        (lambda: ringreduce.scan(x, times if last else plus), "rank 0 .*'add'.* rank 2 .*'mul'"),
-        (lambda: ringreduce.all_reduce(torch.ones(9 + last), op=plus), "'add' on 9 elements.* 'add' on 10 elements"),
-        (lambda: ringreduce.all_reduce(x.double() if last else x, op=plus), "of float32, .* of float64"),
-        (lambda: (ringreduce.scan if last else ringreduce.exscan)(x, plus), "called exscan by .* scan by"),
-        (lambda: ringreduce.reduce(x, int(last), plus), "called reduce to rank 0 .* reduce to rank 1"),
+        (lambda: ringreduce.all_reduce(x, op=smaller if last else larger), "rank 0 .*'fmax'.* rank 2 .*'fmin'"),
+        (lambda: ringreduce.scan(x, smaller if last else larger), "rank 0 .*'fmax'.* rank 2 .*'fmin'"),
         (
-            lambda: ringreduce.all_reduce(torch.ones(4, 2), op=Op.torch(torch.add, element=(2,) if last else ())),
+            lambda: ringreduce.all_reduce(torch.ones(9 + last), op=larger),
+            "'fmax' on 9 elements.* 'fmax' on 10 elements",
+        ),
+        (lambda: ringreduce.all_reduce(x.double() if last else x, op=larger), "of float32, .* of float64"),
+        (lambda: (ringreduce.scan if last else ringreduce.exscan)(x, larger), "called exscan by .* scan by"),
+        (lambda: ringreduce.reduce(x, int(last), larger), "called reduce to rank 0 .* reduce to rank 1"),
+        (
+            lambda: ringreduce.all_reduce(torch.ones(4, 2), op=Op.torch(torch.fmax, element=(2,) if last else ())),
             r"on 8 elements of float32, .* on 4 elements of float32\[2\]",
         ),
         (
             lambda: ringreduce.reduce_scatter(
-                x[:0], [x[:0]] * 3, Op.torch(torch.add, name="x" * 100 if last else None)
+                x[:0], [x[:0]] * 3, Op.torch(torch.fmax, name="x" * 100 if last else None)
             ),
-            "'add' on float32.* 'xxx",
+            "'fmax' on float32.* 'xxx",
         ),
     ]
     for call, message in calls:

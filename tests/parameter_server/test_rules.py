@@ -118,6 +118,16 @@ def test_reductions(op: str) -> None:
             kv.init("f", torch.zeros(3), update=ps.reduce("bxor"))
 
 
+def test_logaddexp() -> None:
+    value, push = (torch.linspace(-9, 9, 1000) ** power for power in (1, 2))
+    with ps.join(window=8 << 20, memory=1 << 20) as kv:
+        kv.init("x", value, update=ps.reduce("logaddexp"), mode=ps.asynchronous())
+        kv.push("x", push).wait()
+        out = torch.empty(1000)
+        kv.pull("x", out)
+        torch.testing.assert_close(out, torch.logaddexp(value, push), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("op", ["sum", "max"])
 def test_a_weight_multiplies_what_is_reduced(op: str) -> None:
     value, push = (torch.linspace(-1, 1, 1000) ** power for power in (1, 2))

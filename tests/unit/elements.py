@@ -31,6 +31,8 @@ def supported(dtype, op):
     """The table in accumulate.h, written down a second time."""
     if op in ("avg", "premul_sum"):
         return dtype in FLOATS + COMPLEX
+    if op == "logaddexp":
+        return dtype in FLOATS
     if op in ("band", "bor", "bxor"):
         return dtype in [*INTEGERS, "bool"]
     return op in ("sum", "product") or dtype not in COMPLEX

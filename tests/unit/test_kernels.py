@@ -16,9 +16,11 @@ from unit.elements import (
     all_codes,
     as_bytes,
     assert_same,
+    edge_pairs,
     expected,
     expected_scale,
     from_bytes,
+    lanes,
     operand,
     supported,
 )
@@ -199,7 +201,34 @@ def test_scale(dtype, factor):
                 assert_same(dtype, from_bytes(dtype, result.payload), wanted, f"{dtype} times {factor} on {name}")
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_logaddexp(dtype):
+    """Within the promised distance of NumPy's, which is exact here, and the same bits on all instruction sets."""
+    pairs = [[operand(dtype, count, rank) for rank in range(2)] for count in (1, 7, 1031, 40_000)]
+    near = torch.randn(40_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    pairs += [[(scale * each).to(TORCH[dtype]) for each in (near, near.flip(0))] for scale in (1e-3, 1.0, 30.0)]
+    for pair in [*pairs, edge_pairs(dtype)]:
+        exact = np.longdouble if dtype == "float64" else np.float64
+        with np.errstate(all="ignore"):
+            a, b = (lanes(dtype, each).astype(exact) for each in pair)
+            wanted = np.where(a == b, a + np.log(exact(2)), np.logaddexp(a, b))  # NumPy has NaN for equal infinities
+            largest = np.fmax(np.fmax(abs(a), abs(b)), abs(wanted))
+        first = None
+        for name in INSTRUCTION_SETS:
+            assert _C.select_instruction_set(name)
+            result = accumulate(dtype, "logaddexp", pair)
+            first = result if first is None else first
+            assert_same(dtype, result, first, f"{dtype} on {name}, against {INSTRUCTION_SETS[0]}")
+        info = torch.finfo(TORCH[dtype])
+        with np.errstate(all="ignore"):
+            values = lanes(dtype, first).astype(exact)
+            limit = 6 * np.fmax(largest * info.eps, info.tiny)
+            right = (values == wanted) | (np.isnan(values) & np.isnan(wanted)) | (abs(values - wanted) <= limit)
+            right |= (abs(wanted) > info.max * (1 - info.eps)) & (abs(values) >= info.max)  # rounded to infinity or 448
+        assert right.all(), [(a[i], b[i], values[i], wanted[i]) for i in np.flatnonzero(~right)[:5]]
+
+
+@pytest.mark.parametrize("op", [*OPS, "logaddexp"])
 @pytest.mark.parametrize("dtype", TORCH)
 def test_supports(dtype, op):
     assert _C.kernel_supports(dtype, op) == supported(dtype, op)
