@@ -28,11 +28,15 @@ SIZES = {"8 B": 8, "1 MB": 1 << 20, "16 MB": 16 << 20}
 RATIOS = (
     ("Op(logaddexp)", "mpi4py Op(logaddexp)"),
     ("Op(add)", "mpi4py Op(add)"),
-    ("Op(argmax of pairs)", "MPI.MAXLOC of pairs"),
+    ("Op(function)", "mpi4py Op(add)"),
+    ("Op.argmax of a tuple", "MPI.MAXLOC of pairs"),
+    ("Op.argmax of records", "MPI.MAXLOC of pairs"),
+    ("Op(argmax of a tuple)", "MPI.MAXLOC of pairs"),
     ("Op.numba(argmax)", "MPI.MAXLOC of pairs"),
     ("Op.numba(a + b)", "mpi4py Op(add)"),
     ("Op.numba(a + b)", "built-in sum"),
     ("Op(add)", "built-in sum"),
+    ("Op(function)", "built-in sum"),
 )
 Case = tuple[Callable[[], object], Callable[[], object], Callable[[], bool]]
 """Before each call, the call, and whether its result is right."""
@@ -77,6 +81,9 @@ def ours(size: int, ranks: int) -> Any:
     count = max(1, size // 16)
     value, index = torch.empty(count, dtype=torch.float64), torch.empty(count, dtype=torch.int64)
     add, log = ringreduce.Op.torch(torch.add), ringreduce.Op.torch(torch.logaddexp)
+    function = ringreduce.Op.torch(lambda a, b: a + b, name="a + b")
+    argmax = ringreduce.Op.argmax()
+    pairs = np.empty(count, [("value", "f8"), ("index", "i8")])
 
     def later(a: Any, b: Any) -> Any:
         wins = b[0] > a[0]
@@ -90,12 +97,18 @@ def ours(size: int, ranks: int) -> Any:
         value.copy_(given[0])
         index.copy_(given[1])
 
+    def fill_records() -> None:
+        pairs["value"], pairs["index"] = pairs_of(rank, count)
+
     def slowest(seconds: Any) -> Any:
         ringreduce.all_reduce(seconds, dist.ReduceOp.MAX, group)
         return seconds
 
     def pairs_are_right() -> bool:
         return bool((value.numpy() == best.max(0)).all() and (index.numpy() == best.argmax(0)).all())
+
+    def records_are_right() -> bool:
+        return bool((pairs["value"] == best.max(0)).all() and (pairs["index"] == best.argmax(0)).all())
 
     ones = lambda: x.fill_(1.0)  # noqa: E731
     cases: dict[str, Case] = {
@@ -106,29 +119,35 @@ def ours(size: int, ranks: int) -> Any:
             lambda: ringreduce.all_reduce(x, log, group),
             lambda: close(x, 1 + math.log(ranks)),
         ),
-        "Op(argmax of pairs)": (
+        "Op(function)": (ones, lambda: ringreduce.all_reduce(x, function, group), lambda: close(x, ranks)),
+        "Op(argmax of a tuple)": (
             fill_pairs,
             lambda: ringreduce.all_reduce((value, index), pair, group),
             pairs_are_right,
         ),
+        "Op.argmax of a tuple": (
+            fill_pairs,
+            lambda: ringreduce.all_reduce((value, index), argmax, group),
+            pairs_are_right,
+        ),
+        "Op.argmax of records": (
+            fill_records,
+            lambda: ringreduce.all_reduce(pairs, argmax, group),
+            records_are_right,
+        ),
     }
     if find_spec("numba"):
-        kind = np.dtype([("value", "f8"), ("index", "i8")])
-        pairs = np.empty(count, kind)
 
         def larger(a: Any, b: Any, out: Any) -> None:
             best = b if b.value > a.value else a
             out.value, out.index = best.value, best.index
 
-        def fill_records() -> None:
-            pairs["value"], pairs["index"] = pairs_of(rank, count)
-
-        plus, record = ringreduce.Op.numba(lambda a, b: a + b, "f4"), ringreduce.Op.numba(larger, kind)
+        plus, record = ringreduce.Op.numba(lambda a, b: a + b, "f4"), ringreduce.Op.numba(larger, pairs.dtype)
         cases["Op.numba(a + b)"] = ones, lambda: ringreduce.all_reduce(x, plus, group), lambda: close(x, ranks)
         cases["Op.numba(argmax)"] = (
             fill_records,
             lambda: ringreduce.all_reduce(pairs, record, group),
-            lambda: bool((pairs["value"] == best.max(0)).all() and (pairs["index"] == best.argmax(0)).all()),
+            records_are_right,
         )
     return medians(cases, size, lambda: ringreduce.barrier(group), slowest)
 

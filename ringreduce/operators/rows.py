@@ -95,14 +95,21 @@ class PackedRows(Rows):
     def assign(self, rows: torch.Tensor) -> None:
         records = self.elements.operand(rows.contiguous())
         for field, part in zip(records.dtype.names, self.parts, strict=True):
-            column = records[field].copy()  # in memory of its own, of which torch knows the strides
-            if part.elements.records is None:
-                part.assign(torch.from_numpy(column).to(part.elements.row_dtype))
+            column = records[field]
+            if part.elements.records is not None:
+                part.elements.operand(part.rows)[...] = column
+            elif _is_narrow(part.rows.dtype):
+                part.rows.copy_(torch.from_numpy(column.copy()))
             else:
-                part.assign(torch.from_numpy(column.view(np.uint8)))
+                part.rows.numpy()[...] = column
+            part.finish()
 
     def finish(self) -> None:
         self.assign(self.rows)
+
+
+def _is_narrow(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize < 4
 
 
 def _column(name: str, part: Rows) -> np.ndarray[Any, Any]:
@@ -111,7 +118,7 @@ def _column(name: str, part: Rows) -> np.ndarray[Any, Any]:
     if part.elements.records is not None:
         records: np.ndarray[Any, Any] = part.elements.operand(rows)
         return records
-    if rows.is_floating_point() and rows.dtype != torch.float64:
+    if _is_narrow(rows.dtype):
         rows = rows.to(torch.float32)
     try:
         return rows.numpy()
