@@ -145,6 +145,7 @@ class Settings:
         least_fetch_bytes: int = ...,
         most_fetch_bytes: int = ...,
         stream_bytes: int = ...,
+        spread_bytes: int = ...,
         wire_dtype: str | None = ...,
         timeout: float,
         name: str,

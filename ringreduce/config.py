@@ -129,6 +129,9 @@ class Options:
     stream_bytes: int = _knob(
         48 * 1024**2, (0, 1024**5), "outputs that have so many bytes in all are stored past the caches"
     )
+    spread_bytes: int = _knob(
+        0, (0, 1024**3), "over so much of a channel's slots a rank's values go in turn; 1: over none (default: probed)"
+    )
     gpu_transport: str = _knob(
         "auto",
         ("auto", "peer", "nccl", "host"),

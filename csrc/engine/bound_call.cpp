@@ -27,7 +27,7 @@ bool BoundCall::same(const std::vector<Block>& known, const Tensors& tensors) {
 }
 
 BoundCall::BoundCall(const Team& team, const Program& program, const Call& call, const Buffers& buffers,
-                     std::size_t slice_bytes, const Engine::Options& options)
+                     std::size_t slice_bytes, const Engine::Options& options, bool lends)
     : team_(&team),
       program_(&program),
       call_(call),
@@ -35,6 +35,7 @@ BoundCall::BoundCall(const Team& team, const Program& program, const Call& call,
       outputs_(blocks_of(buffers.output)),
       element_(call.element_bytes()),
       slice_bytes_(slice_bytes),
+      spread_bytes_(options.spread_bytes),
       packing_(packs(call, program) ? call.packing : Packing::none),
       in_place_(inputs_.size() == 1 && outputs_.size() == 1 && inputs_[0].data == outputs_[0].data),
       scaled_(reduces(call.operation) && call.reduce_op == ReduceOp::premul_sum),
@@ -60,7 +61,8 @@ BoundCall::BoundCall(const Team& team, const Program& program, const Call& call,
   const bool combined = reduces(call.operation) && in_place_ && !scaled_;
   // Beyond the caches, ordinary loads and stores are faster than the kernel's.
   const bool kernel_is_faster = combined ? team.size() == 2 || written <= options.most_fetch_bytes : !outgrows_caches_;
-  fetched_ = worth_fetching && kernel_is_faster;
+  may_lend_ = worth_fetching && kernel_is_faster;
+  fetched_ = may_lend_ && lends;
   offers_ = combined && (fetched_ || team.in_arena(outputs_[0].data, outputs_[0].count * element_));
 
   for (std::size_t c = 0; c < channels_.size(); ++c)
@@ -68,11 +70,12 @@ BoundCall::BoundCall(const Team& team, const Program& program, const Call& call,
       channels_[c].steps.push_back(bind(team, program.channels[c], step));
 }
 
-bool BoundCall::serves(const Call& call, const Buffers& buffers) const {
+bool BoundCall::serves(const Call& call, const Buffers& buffers, bool lends) const {
   return call_.operation == call.operation && call_.dtype == call.dtype && call_.reduce_op == call.reduce_op &&
          call_.root == call.root && call_.packing == call.packing && call_.count == call.count &&
          call_.largest == call.largest && call_.shape == call.shape && withdrawals_ == team_->withdrawals() &&
-         (!fetched_ || team_->opens_memory()) && same(inputs_, buffers.input) && same(outputs_, buffers.output);
+         (!may_lend_ || (fetched_ == lends && team_->opens_memory())) && same(inputs_, buffers.input) &&
+         same(outputs_, buffers.output);
 }
 
 std::vector<bool> BoundCall::in_arena() const {

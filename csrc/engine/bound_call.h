@@ -70,16 +70,19 @@ struct BoundChannel {
 class BoundCall {
  public:
   // `team` and `program` must outlive this object. `slice_bytes`: the most that a slice may hold, a multiple of 64 and
-  // at most a slot.
+  // at most a slot. `lends`: tensors outside of the arena are lent where that may be faster than copies.
   BoundCall(const Team& team, const Program& program, const Call& call, const Buffers& buffers, std::size_t slice_bytes,
-            const Engine::Options& options);
+            const Engine::Options& options, bool lends);
 
   // Whether this is what the constructor would make of that call on those tensors.
-  bool serves(const Call& call, const Buffers& buffers) const;
+  bool serves(const Call& call, const Buffers& buffers, bool lends) const;
+  // Whether that depends on `lends`.
+  bool may_lend() const { return may_lend_; }
 
   const Program& program() const { return *program_; }
   const std::vector<BoundChannel>& channels() const { return channels_; }
   std::size_t slice_bytes() const { return slice_bytes_; }
+  std::size_t spread_bytes() const { return spread_bytes_; }
   Packing packing() const { return packing_; }
   // Whether anything may be lent from outside of the arena.
   bool opens_memory() const { return fetched_; }
@@ -114,11 +117,12 @@ class BoundCall {
   Call call_;
   std::vector<Block> inputs_, outputs_;
   std::size_t element_;  // bytes
-  std::size_t slice_bytes_;
+  std::size_t slice_bytes_, spread_bytes_;
   Packing packing_;
-  bool in_place_;        // the one input is the one output
-  bool scaled_;          // inputs are multiplied by the call's factor
-  bool fetched_ = true;  // values outside of the arena are lent too
+  bool in_place_;  // the one input is the one output
+  bool scaled_;    // inputs are multiplied by the call's factor
+  bool may_lend_;
+  bool fetched_;         // values outside of the arena are lent too
   bool offers_ = false;  // chunks are lent to be returned
   bool outgrows_caches_;
   std::uint64_t withdrawals_;

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "core/bytes.h"
+#include "core/clock.h"
 #include "kernels/accumulate.h"
 #include "transport/links.h"
 
@@ -19,6 +20,9 @@ static_assert(kTileUnit % kCacheLine == 0 && kTile % kTileUnit == 0);
 // The tile of calls that outgrow the caches: what is written back is then still in the cache. Swept from 32 KiB to 1
 // MiB on the same Xeon for all_reduce of 64 and 160 MiB by 2 ranks: 128 KiB took 0.94 of the time of 256 KiB.
 constexpr std::size_t kStreamedTile = std::size_t{128} << 10;
+
+// Smaller values are written over in less time than it takes to find another place.
+constexpr std::size_t kLeastSpread = 4096;
 
 }  // namespace
 
@@ -94,13 +98,16 @@ bool Execution::try_step(const At& at) {
     const std::uint64_t seq = seq_of(at, team_.rank(), step.step->send_index);
     if (const int reader = slow_reader(at.channel, seq); reader >= 0) return blocked(at, reader);
     outgoing = &team_.own().slot(static_cast<int>(at.channel), seq);
+    value.room = outgoing->payload() + offset_in_slot(seq, value.bytes);
   }
   const std::byte* const lent = choose_results(step, value, outgoing);
   if (value.bytes > 0 && !work_.results.empty()) {
     const auto* const made = value.output != nullptr ? value.output : static_cast<std::byte*>(work_.results[0]);
+    const Nanoseconds begin = bound_.may_lend() ? now() : 0;
     if (!compute(at, step, value, step.streamed)) return false;
-    if (value.kept && outgoing != nullptr && lent == nullptr && made != outgoing->payload())
-      std::copy_n(made, value.bytes, outgoing->payload());
+    if (bound_.may_lend()) moved_for_ += now() - begin;
+    if (value.kept && outgoing != nullptr && lent == nullptr && made != value.room)
+      std::copy_n(made, value.bytes, value.room);
   }
   if (value.failed != 0) failed_ = value.failed;
   if (outgoing != nullptr) publish(at, step, value, lent);
@@ -163,6 +170,12 @@ void Execution::take(const BoundStep& step, const Source& source, const SlotHead
   if (const std::uint32_t failed = theirs.failed; failed != 0)
     value.failed = lesser(failed, static_cast<std::size_t>(team_.size()));
   std::byte* data = const_cast<SlotHeader&>(slot).payload();
+  if (place == Place::slot) {
+    if (address > team_.geometry().slot_bytes - bytes)
+      throw Error(ErrorKind::mismatch, team_.fate().describe(source.peer) + " sent a slice beyond its slot",
+                  source.peer);
+    data += address;
+  }
   if (place == Place::process) {
     if (slot.copied.load(std::memory_order_acquire) != slot.stamp.load(std::memory_order_relaxed)) {
       work_.remote.push_back({source.peer, address, returned, work_.operands.size()});
@@ -180,6 +193,16 @@ void Execution::take(const BoundStep& step, const Source& source, const SlotHead
   work_.operands.push_back(data);
 }
 
+// Where in its slot a value goes. A core that writes what another one has just read must first take it from that one's
+// cache. So one value after the other goes to another place, until those before have left the caches.
+std::size_t Execution::offset_in_slot(std::uint64_t seq, std::size_t bytes) const {
+  if (bytes < kLeastSpread) return 0;
+  const Geometry& geometry = team_.geometry();
+  const std::size_t each = round_up(bytes, kTileUnit);
+  const std::size_t places = lesser(geometry.slot_bytes, bound_.spread_bytes() / geometry.depth) / each;
+  return places < 2 ? 0 : seq / geometry.depth % places * each;
+}
+
 // Completes the list of places where the value goes. Returns where it is lent, or null.
 const std::byte* Execution::choose_results(const BoundStep& step, const Value& value, SlotHeader* outgoing) {
   const std::byte* lent = nullptr;
@@ -190,7 +213,7 @@ const std::byte* Execution::choose_results(const BoundStep& step, const Value& v
   if (outgoing != nullptr && value.bytes > 0 && !all_returned) {
     if (step.lends == BoundStep::Lends::local) lent = value.local;
     if (step.lends == BoundStep::Lends::output) lent = value.output;
-    if (lent == nullptr) work_.results.push_back(outgoing->payload());
+    if (lent == nullptr) work_.results.push_back(value.room);
   }
   if (value.output != nullptr && !value.there_already) work_.results.push_back(value.output);
   return lent;
@@ -203,15 +226,16 @@ void Execution::publish(const At& at, const BoundStep& step, const Value& value,
   slot.fingerprint = fingerprint_;
   slot.bytes = value.bytes;
   slot.place = lent == nullptr ? Place::slot : step.place;
-  slot.address = slot.place == Place::arena ? static_cast<std::uint64_t>(lent - team_.arena()->base())
-                                            : reinterpret_cast<std::uint64_t>(lent);
+  if (slot.place == Place::slot) slot.address = static_cast<std::uint64_t>(value.room - slot.payload());
+  if (slot.place == Place::arena) slot.address = static_cast<std::uint64_t>(lent - team_.arena()->base());
+  if (slot.place == Place::process) slot.address = reinterpret_cast<std::uint64_t>(lent);
   if (slot.place == Place::arena) check_memory();  // after all that was written to it
   slot.returned = step.returned ? 1 : 0;
   slot.kept = value.kept ? 1 : 0;
   slot.failed = value.failed;
   work_.channels[at.channel].readers[seq & (team_.geometry().depth - 1)] = step.step->send;
   slot.stamp.store(seq + 1, std::memory_order_seq_cst);  // releases the payload
-  SlotValue sent{.data = lent == nullptr ? slot.payload() : lent, .lent = lent != nullptr};
+  SlotValue sent{.data = lent == nullptr ? value.room : lent, .lent = lent != nullptr};
   if (step.leaves && bound_.packing() != Packing::none)
     pack_for_others(sent, value.bytes, step.step->partial ? rests_of(at, step) : nullptr);
   for (const int peer : step.step->send) team_.peer(peer).slot_filled(channel, seq, sent);

@@ -83,6 +83,8 @@ class Execution {
   // Whether anything went to other hosts. What they are sent must have left this process before the call may end.
   bool sends_away() const { return sends_away_; }
   std::uint64_t lent() const { return lent_; }  // bytes
+  // For how long this rank has moved data, apart from waiting; only where the call may lend.
+  Nanoseconds moved_for() const { return moved_for_; }
   // After done(): a rank whose operator of the user's own failed on what this rank got or sent; -1: none.
   int failed_on() const { return static_cast<int>(failed_) - 1; }
 
@@ -110,6 +112,7 @@ class Execution {
   struct Value {
     std::size_t bytes;
     std::byte *local, *output;   // null where the step reads or writes none
+    std::byte* room = nullptr;   // in the slot of a step that sends
     std::size_t returned = 0;    // to how many peers it is written back
     bool there_already = false;  // a peer has written it where this rank had lent the chunk
     bool kept = false;           // it could not be written back to all of them
@@ -120,6 +123,7 @@ class Execution {
   bool blocked(const At& at, int peer);
   bool find_operands(const At& at, const BoundStep& step, Value& value);
   void take(const BoundStep& step, const Source& source, const SlotHeader& slot, Value& value);
+  std::size_t offset_in_slot(std::uint64_t seq, std::size_t bytes) const;
   const std::byte* choose_results(const BoundStep& step, const Value& value, SlotHeader* outgoing);
   void publish(const At& at, const BoundStep& step, const Value& value, const std::byte* lent);
   void acknowledge(const At& at, const BoundStep& step);
@@ -147,6 +151,7 @@ class Execution {
   const std::size_t element_;  // bytes
   std::byte* const rests_;
   std::uint64_t lent_ = 0;
+  Nanoseconds moved_for_ = 0;
   std::uint32_t failed_ = 0;  // 1 + failed_on()
   bool sends_away_ = false;
   bool done_ = false;

@@ -25,6 +25,8 @@ std::string at(const Execution& execution) {
   return execution.blocked_on() < 0 ? " to take what was sent to it" : " at " + execution.position();
 }
 
+std::size_t bytes_of(const Call& call) { return call.largest * call.element_bytes(); }
+
 std::uint64_t next_number() {
   static std::atomic<std::uint64_t> latest{0};
   return ++latest;
@@ -51,13 +53,16 @@ int SharedMemoryEngine::reporter() const { return team_->fate().reporter(); }
 // The call bound to its tensors: one of the latest calls, if it was the same.
 const BoundCall& SharedMemoryEngine::bind(const Call& call, const Buffers& buffers) {
   if (std::exchange(choices_bound_, choices_made()) != choices_made()) bound_.clear();
+  const std::size_t bytes = bytes_of(call);
+  const bool lends = bytes < options().least_fetch_bytes || lending_.lends(bytes);
   for (const BoundCall& known : bound_)
-    if (known.serves(call, buffers)) return known;
+    if (known.serves(call, buffers, lends)) return known;
   check(call, size());
   const Choice& choice = choice_for(call);
   const Program& program = program_for(call, choice.plan);
   if (bound_.size() == kBound) bound_.pop_back();
-  bound_.emplace_front(*team_, program, call, buffers, slice_bytes(call, program, choice.slice_bytes), options());
+  bound_.emplace_front(*team_, program, call, buffers, slice_bytes(call, program, choice.slice_bytes), options(),
+                       lends);
   return bound_.front();
 }
 
@@ -145,6 +150,7 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
       throw;
     }
     execution.finish();
+    if (bound.may_lend()) lending_.note(bytes_of(call), execution.moved_for());
   } catch (const Error& error) {
     fail(error);
     team_->fate().throw_if_aborted();  // the group's first error, which need not be this one

@@ -8,6 +8,7 @@
 
 #include "engine/engine.h"
 #include "engine/execution.h"
+#include "engine/lending.h"
 #include "engine/placement.h"
 
 namespace ringreduce {
@@ -27,7 +28,7 @@ class SharedMemoryEngine final : public Engine {
   int kept_waiting_by(int peer) const override;
 
  private:
-  static constexpr std::size_t kBound = 8;
+  static constexpr std::size_t kBound = 16;
 
   const BoundCall& bind(const Call& call, const Buffers& buffers);
   const BoundCall& bind_or_abort(const Call& call, const Buffers& buffers);
@@ -42,10 +43,11 @@ class SharedMemoryEngine final : public Engine {
 
   const std::shared_ptr<Team> team_;
   Workspace workspace_;
-  std::uint64_t history_ = 0;        // the fingerprint of the latest call
-  std::deque<BoundCall> bound_;      // the latest kBound calls that differ, the newest first
-  int choices_bound_ = 0;            // what choices_made() was when they were bound
-  const std::uint64_t number_;       // among the engines of this process
+  std::uint64_t history_ = 0;    // the fingerprint of the latest call
+  std::deque<BoundCall> bound_;  // the latest kBound calls that differ, the newest first
+  int choices_bound_ = 0;        // what choices_made() was when they were bound
+  const std::uint64_t number_;   // among the engines of this process
+  Lending lending_;
   std::set<const Program*> linked_;  // whose peers on other hosts have been reached
   Placement placement_;
 };

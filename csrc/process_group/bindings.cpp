@@ -249,6 +249,7 @@ void bind_settings(py::module_& m) {
       .def_property("least_fetch_bytes", nullptr, engine_option(&Engine::Options::least_fetch_bytes))
       .def_property("most_fetch_bytes", nullptr, engine_option(&Engine::Options::most_fetch_bytes))
       .def_property("stream_bytes", nullptr, engine_option(&Engine::Options::stream_bytes))
+      .def_property("spread_bytes", nullptr, engine_option(&Engine::Options::spread_bytes))
       .def_property("wire_dtype", nullptr, [](S& s, const std::string& dtype) { s.packing = packing_named(dtype); })
       .def_property(
           "timeout", nullptr,

@@ -22,7 +22,12 @@ void check(bool ok, const std::string& what) {
 
 Rank::Rank(std::shared_ptr<Team> its_team, std::shared_ptr<Arena> its_arena)
     : team(std::move(its_team)),
-      engine(team, {.patience = kPatience, .slices = 3, .least_slice_bytes = 128, .least_fetch_bytes = 256}),
+      // Ranks need not lend in the same calls: every third one never does.
+      engine(team, {.patience = kPatience,
+                    .slices = 3,
+                    .least_slice_bytes = 128,
+                    .least_fetch_bytes = team->rank() % 3 == 2 ? std::size_t{1} << 30 : 256,
+                    .spread_bytes = std::size_t{64} << 10}),
       mailbox(team, kPatience),
       arena(std::move(its_arena)) {
   std::uint64_t digest = 1;

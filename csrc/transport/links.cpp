@@ -159,6 +159,7 @@ void Links::deliver(int peer, const FrameHeader& header, const std::vector<std::
       slot.fingerprint = header.tag;
       slot.bytes = header.total;
       slot.place = Place::slot;
+      slot.address = 0;
       slot.returned = 0;
       slot.stamp.store(header.seq + 1, std::memory_order_seq_cst);  // releases the payload
       break;

@@ -36,6 +36,8 @@ class Decision:
     """See `tuning.yields`."""
     most_fetch: int = MOST_FETCH
     """See `tuning.most_fetch`."""
+    spread: int = 0
+    """See `tuning.spread`."""
 
     @property
     def channels(self) -> int:
@@ -86,6 +88,7 @@ def decide(
         tuning.decide(size, some, fetch, options=options, slot_bytes=slot_bytes_for(size, options)),
         yields=tuning.yields(some, options) if size > len(some) else 0,
         most_fetch=tuning.most_fetch(some, options) if size > 2 else MOST_FETCH,
+        spread=tuning.spread(some, options) // size,
     )
     try:
         return replace(tuned, topology=group_topology(global_ranks, options, cores)).dump()

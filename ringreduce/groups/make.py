@@ -363,6 +363,7 @@ def _transport(options: Options, meeting: Meeting, decision: Decision, links: Li
         "least_fetch_bytes": fetch_from(options, size, meeting.cores, fetch) or 0,
         "most_fetch_bytes": options.most_fetch_bytes or decision.most_fetch,
         "stream_bytes": options.stream_bytes,
+        "spread_bytes": options.spread_bytes or decision.spread,
         "wire_dtype": options.wire_dtype,
     }
 

@@ -40,6 +40,10 @@ STEP = 150e-9
 PEER = 60e-9
 """More, for each peer that a step hears from or sends to."""
 
+WORTH_SPREADING = 0.8
+"""Of the time that values take through slots which stay in the caches, those that are spread over more must take less.
+Between two machines."""
+
 
 # What can be true of a machine. With other figures the walk of a round might take for ever.
 _SPEED = (1e-14, 1e-7)  # seconds per byte
@@ -93,6 +97,17 @@ class Machine:
     """Bytes that two cores hand each other, ascending; for each of them the next two."""
     put: tuple[float, ...]
     take: tuple[float, ...]
+
+    @property
+    def spread(self) -> int:
+        """Over how many bytes of slots two cores do best to hand each other values; 0: over none.
+
+        A core that fills what another one has just read must first take it from that one's cache. Over so many bytes it
+        has left the caches before it is filled again.
+        """
+        small = self.put[0] + self.take[0]
+        best = min(zip(self.put, self.take, self.staging, strict=True), key=lambda each: each[0] + each[1])
+        return best[2] if best[0] + best[1] < WORTH_SPREADING * small else 0
 
     @staticmethod
     def load(values: Mapping[str, Any]) -> "Machine":

@@ -14,6 +14,7 @@ from ringreduce.tuning.decision import (
     most_fetch,
     renew,
     rules_for,
+    spread,
     yields,
 )
 from ringreduce.tuning.machine import Identity, identify

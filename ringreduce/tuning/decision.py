@@ -89,6 +89,12 @@ def most_fetch(cores: Collection[int], options: Options) -> int:
     return MOST_FETCH_SLOW_KERNEL if slow else MOST_FETCH
 
 
+def spread(cores: Collection[int], options: Options) -> int:
+    """Over how many bytes of slots the ranks of a group spread their values; 0: over none."""
+    machine = _machine(cores, options)
+    return machine.spread if machine else 0
+
+
 def _machine(cores: Collection[int], options: Options) -> Machine | None:
     """What is known of these cores, if that is wanted and can be had."""
     if options.tuning == "off":

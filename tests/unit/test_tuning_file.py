@@ -77,6 +77,25 @@ def test_where_the_kernel_copies_slowly_large_tensors_are_not_read_in_place(
     assert tuning.most_fetch(CORES, resolve(Options(tuning="off"), {})[0]) == 192 << 20
 
 
+@pytest.mark.parametrize(
+    ("put", "spread"),
+    [
+        ((0.04e-9, 0.04e-9, 0.05e-9, 0.08e-9), 0),  # what was just read is written fast
+        ((0.11e-9, 0.11e-9, 0.10e-9, 0.05e-9), 4 << 20),
+        ((0.11e-9, 0.11e-9, 0.05e-9, 0.06e-9), 1 << 20),
+        ((0.11e-9, 0.11e-9, 0.10e-9, 0.09e-9), 0),  # hardly faster
+    ],
+)
+def test_values_are_spread_where_that_is_faster(
+    known: Tuning, tmp_path: Path, put: tuple[float, ...], spread: int
+) -> None:
+    path = tmp_path / "tuning.json"
+    machine = dataclasses.replace(known.machine, put=put, take=(0.03e-9,) * 4)
+    save(dataclasses.replace(known, machine=machine), path, replace=True)
+    assert tuning.spread(CORES, resolve(Options(tuning=str(path)), {})[0]) == spread
+    assert tuning.spread(CORES, resolve(Options(tuning="off"), {})[0]) == 0
+
+
 def test_a_file_comes_back_as_it_was_written(known: Tuning, tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder" / "tuning.json"
     save(known, path, replace=False)

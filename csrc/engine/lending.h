@@ -1,0 +1,59 @@
+// Whether ranks lend their tensors, for peers to read where they are, or copy them to their slots. What is faster
+// depends on which caches their cores share, and the operating system moves ranks from core to core. So both ways are
+// tried from time to time, on all ranks in the same calls, and each rank goes on with what was faster for it. Ranks
+// need not agree: a slot says where its value is.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+
+#include "core/clock.h"
+
+namespace ringreduce {
+
+class Lending {
+ public:
+  // Whether the next call lends, over values of `bytes`. The calls of all ranks must come in the same order.
+  bool lends(std::size_t bytes) {
+    OfSize& it = of_size(bytes);
+    const std::uint64_t number = it.calls++;
+    const bool tries = number < 2 * kKept || number % kTrialEvery < 2;
+    return it.lends = tries ? number % 2 == 0 : it.lent.least() <= it.copied.least();
+  }
+
+  // For how long that call has moved data on this rank, apart from waiting.
+  void note(std::size_t bytes, Nanoseconds spent) {
+    OfSize& it = of_size(bytes);
+    (it.lends ? it.lent : it.copied).add(spent);
+  }
+
+ private:
+  // Two calls of so many are trials. The slower way may take three times as long.
+  static constexpr std::uint64_t kTrialEvery = 128;
+  // The least of the latest calls counts: a rank may lose its core in the others.
+  static constexpr std::size_t kKept = 3;
+
+  class Latest {
+   public:
+    void add(Nanoseconds spent) { spent_[next_++ % kKept] = spent; }
+    Nanoseconds least() const { return *std::ranges::min_element(spent_); }
+
+   private:
+    std::array<Nanoseconds, kKept> spent_{};
+    std::size_t next_ = 0;
+  };
+  struct OfSize {
+    std::uint64_t calls = 0;
+    bool lends = true;  // the latest call
+    Latest lent, copied;
+  };
+  OfSize& of_size(std::size_t bytes) { return sizes_[static_cast<std::size_t>(std::bit_width(bytes))]; }
+
+  std::array<OfSize, std::numeric_limits<std::size_t>::digits + 1> sizes_;
+};
+
+}  // namespace ringreduce
