@@ -17,18 +17,19 @@ namespace ringreduce {
 
 class Lending {
  public:
-  // Whether the next call lends, over values of `bytes`. The calls of all ranks must come in the same order.
-  bool lends(std::size_t bytes) {
-    OfSize& it = of_size(bytes);
-    const std::uint64_t number = it.calls++;
-    const bool tries = number < 2 * kKept || number % kTrialEvery < 2;
-    return it.lends = tries ? number % 2 == 0 : it.lent.least() <= it.copied.least();
+  // Whether the next call lends, over values of `bytes`.
+  bool lends(std::size_t bytes) const {
+    const OfSize& it = sizes_[index(bytes)];
+    const bool tries = it.calls < 2 * kKept || it.calls % kTrialEvery < 2;
+    return tries ? it.calls % 2 == 0 : it.lent.least() <= it.copied.least();
   }
 
-  // For how long that call has moved data on this rank, apart from waiting.
-  void note(std::size_t bytes, Nanoseconds spent) {
-    OfSize& it = of_size(bytes);
-    (it.lends ? it.lent : it.copied).add(spent);
+  // For how long that call has moved data on this rank, apart from waiting. All ranks make the same calls in the same
+  // order, so they count alike.
+  void note(std::size_t bytes, bool lent, Nanoseconds spent) {
+    OfSize& it = sizes_[index(bytes)];
+    (lent ? it.lent : it.copied).add(spent);
+    ++it.calls;
   }
 
  private:
@@ -48,10 +49,9 @@ class Lending {
   };
   struct OfSize {
     std::uint64_t calls = 0;
-    bool lends = true;  // the latest call
     Latest lent, copied;
   };
-  OfSize& of_size(std::size_t bytes) { return sizes_[static_cast<std::size_t>(std::bit_width(bytes))]; }
+  static std::size_t index(std::size_t bytes) { return static_cast<std::size_t>(std::bit_width(bytes)); }
 
   std::array<OfSize, std::numeric_limits<std::size_t>::digits + 1> sizes_;
 };

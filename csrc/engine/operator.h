@@ -25,8 +25,8 @@ struct Operator {
   std::size_t tile_bytes() const;
 
   // dst[i] = srcs[0][i] op srcs[1][i] op ..., evaluated from left to right, for i in [0, count) and each of the `dsts`,
-  // of which a dst may be one of `srcs`. There are at least two of `srcs`. `scratch` has tile_bytes(). Returns whether
-  // the function succeeded; what is in `dsts` is undefined if not.
+  // of which a dst may be one of `srcs`. There are at least two of `srcs`. `scratch` has tile_bytes(), and is not
+  // used for two. Returns whether the function succeeded; what is in `dsts` is undefined if not.
   bool fold(std::span<void* const> dsts, std::span<const void* const> srcs, std::size_t count,
             std::byte* scratch) const;
 };

@@ -150,7 +150,7 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
       throw;
     }
     execution.finish();
-    if (bound.may_lend()) lending_.note(bytes_of(call), execution.moved_for());
+    if (bound.may_lend()) lending_.note(bytes_of(call), bound.opens_memory(), execution.moved_for());
   } catch (const Error& error) {
     fail(error);
     team_->fate().throw_if_aborted();  // the group's first error, which need not be this one

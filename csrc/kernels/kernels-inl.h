@@ -274,10 +274,10 @@ RINGREDUCE_INLINE V apply(V a, V b) {
 
 // What log_add_exp() needs of float32 and float64.
 template <class T>
-struct LogAddExp;
+struct LogAddExpConstants;
 
 template <>
-struct LogAddExp<float> {
+struct LogAddExpConstants<float> {
   using Integer = std::uint32_t;
   static constexpr int kFraction = 23;        // bits of the fraction
   static constexpr float kLeast = -87;        // its exponential is a normal number
@@ -287,7 +287,7 @@ struct LogAddExp<float> {
 };
 
 template <>
-struct LogAddExp<double> {
+struct LogAddExpConstants<double> {
   using Integer = std::uint64_t;
   static constexpr int kFraction = 52;
   static constexpr double kLeast = -708;
@@ -303,16 +303,18 @@ struct Series {
 
 template <class T>
 constexpr auto kExp = [] {  // exp(x) is the sum of x^k / k!
-  Series<T, LogAddExp<T>::kExpTerms> series{};
+  Series<T, LogAddExpConstants<T>::kExpTerms> series{};
   double factorial = 1;
-  for (int k = 0; k < LogAddExp<T>::kExpTerms; factorial *= ++k) series.coefficients[k] = static_cast<T>(1 / factorial);
+  for (int k = 0; k < LogAddExpConstants<T>::kExpTerms; factorial *= ++k)
+    series.coefficients[k] = static_cast<T>(1 / factorial);
   return series;
 }();
 
 template <class T>
 constexpr auto kArtanh = [] {  // artanh(x) is x times the sum of (x^2)^k / (2k + 1)
-  Series<T, LogAddExp<T>::kArtanhTerms> series{};
-  for (int k = 0; k < LogAddExp<T>::kArtanhTerms; ++k) series.coefficients[k] = static_cast<T>(1.0 / (2 * k + 1));
+  Series<T, LogAddExpConstants<T>::kArtanhTerms> series{};
+  for (int k = 0; k < LogAddExpConstants<T>::kArtanhTerms; ++k)
+    series.coefficients[k] = static_cast<T>(1.0 / (2 * k + 1));
   return series;
 }();
 
@@ -328,7 +330,7 @@ RINGREDUCE_INLINE Block<T> value(const Series<T, kTerms>& series, const Block<T>
 // exp(x) for x <= 0; 0 where that is no normal number.
 template <class T>
 RINGREDUCE_INLINE Block<T> exp_of(const Block<T>& x) {
-  using Constants = LogAddExp<T>;
+  using Constants = LogAddExpConstants<T>;
   using Integers = Vec<typename Constants::Integer>;
   constexpr T kLog2E = static_cast<T>(1.4426950408889634);
   constexpr T kRounder = static_cast<T>(3ULL << (Constants::kFraction - 1));  // what is added to it becomes whole

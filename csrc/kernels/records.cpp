@@ -1,8 +1,8 @@
 #include "kernels/records.h"
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
-#include <type_traits>
 
 namespace ringreduce::kernels {
 namespace {
@@ -19,12 +19,6 @@ void store(char* place, T value) {
   std::memcpy(place, &value, sizeof value);
 }
 
-template <class Key>
-bool is_nan(Key key) {
-  if constexpr (std::is_floating_point_v<Key>) return key != key;
-  return false;
-}
-
 // Whether b comes first.
 template <class Key, class Index>
 struct Comparison {
@@ -32,14 +26,14 @@ struct Comparison {
   bool by_index;
 
   bool operator()(Key key_a, Key key_b, Index index_a, Index index_b) const {
-    const bool nan_a = is_nan(key_a), nan_b = is_nan(key_b);
+    const bool nan_a = key_a != key_a, nan_b = key_b != key_b;  // NOLINT(misc-redundant-expression)
     if (nan_a != nan_b) return nan_b;
     if (key_a == key_b || nan_a) return by_index && index_b < index_a;
     return (key_a < key_b) == highest;
   }
 };
 
-// kBytes of a record, or 0: only known when it runs.
+// kBytes of a record, so that copies of common ones are a load and a store or two; 0: only known when it runs.
 template <std::size_t kBytes, class Key, class Index>
 void choose_as(const Order& order, std::size_t record_bytes, const char* a, const char* b, char* out,
                std::size_t count) {
@@ -71,11 +65,11 @@ void choose_sized(const Order& order, std::size_t record_bytes, const char* a, c
 template <class Key, class Index>
 void merge_best_as(const Order& order, std::size_t k, std::size_t record_bytes, const char* a, const char* b, char* out,
                    std::size_t count) {
-  const Comparison<Key, Index> b_first{order.highest, order.index.has_value()};
-  const std::size_t keys = order.key.offset, indices = order.index ? order.index->offset : 0;
+  const Comparison<Key, Index> b_first{order.highest, true};
+  const std::size_t keys = order.key.offset, indices = order.index->offset;
   const auto key_of = [&](const char* record, std::size_t i) { return load<Key>(record + keys + i * sizeof(Key)); };
   const auto index_of = [&](const char* record, std::size_t i) {
-    return b_first.by_index ? load<Index>(record + indices + i * sizeof(Index)) : Index{};
+    return load<Index>(record + indices + i * sizeof(Index));
   };
   const auto is_b = [&](std::size_t i, std::size_t j) {
     return b_first(key_of(a, i), key_of(b, j), index_of(a, i), index_of(b, j));
@@ -89,7 +83,7 @@ void merge_best_as(const Order& order, std::size_t k, std::size_t record_bytes, 
       const char* const record = last_is_b ? b : a;
       const std::size_t i = last_is_b ? --from_b : --from_a;
       store(out + keys + place * sizeof(Key), key_of(record, i));
-      if (b_first.by_index) store(out + indices + place * sizeof(Index), index_of(record, i));
+      store(out + indices + place * sizeof(Index), index_of(record, i));
     }
   }
 }
@@ -120,7 +114,7 @@ void with_types(const Order& order, F f) {
     case DType::boolean:
       return with_index<std::uint8_t>(order, f);
     default:
-      return;  // excluded by supports()
+      std::abort();  // excluded by supports()
   }
 }
 
@@ -129,12 +123,16 @@ void merge_moments_of(const char* a, const char* b, char* out, std::size_t count
   constexpr std::size_t kMean = sizeof(T), kSquares = 2 * sizeof(T), kBytes = 3 * sizeof(T);
   for (; count > 0; --count, a += kBytes, b += kBytes, out += kBytes) {
     const T size_a = load<T>(a), size_b = load<T>(b), size = size_a + size_b;
+    if (size_a == 0 || size_b == 0) {  // whose mean may be NaN
+      if (const char* const other = size_b == 0 ? a : b; other != out) std::memcpy(out, other, kBytes);
+      continue;
+    }
     const T mean_a = load<T>(a + kMean), mean_b = load<T>(b + kMean);
     const T squares = load<T>(a + kSquares) + load<T>(b + kSquares);
-    const T gap = mean_b - mean_a, share = size == 0 ? 0 : size_b / size;
+    const T gap = mean_b - mean_a, share = size_b / size;
     store(out, size);
-    store(out + kMean, size_a == 0 ? mean_b : size_b == 0 ? mean_a : mean_a + gap * share);
-    store(out + kSquares, size_a == 0 || size_b == 0 ? squares : squares + gap * gap * size_a * share);
+    store(out + kMean, mean_a + gap * share);
+    store(out + kSquares, squares + gap * gap * size_a * share);
   }
 }
 

@@ -35,7 +35,7 @@ Operator checked(Operator op) {
   return op;
 }
 
-// Of a kernel, which cannot fail.
+// An operator whose function is a kernel, which cannot fail.
 template <class Kernel>
 Operator built_in(std::size_t element_bytes, std::uint64_t digest, std::string name, Kernel kernel) {
   return checked({.function =
@@ -100,8 +100,8 @@ kernels::Order order_of(const FieldTuple& key, const std::optional<FieldTuple>& 
 }
 
 void* place_of(std::uintptr_t address) {
-  return reinterpret_cast<void*>(address);
-}  // NOLINT(performance-no-int-to-ptr)
+  return reinterpret_cast<void*>(address);  // NOLINT(performance-no-int-to-ptr)
+}
 
 }  // namespace
 
@@ -188,8 +188,7 @@ void bind_operators(py::module_& m) {
       [](const Operator& op, std::uintptr_t a, std::uintptr_t b, std::uintptr_t out, std::size_t count) {
         void* const dsts[] = {place_of(out)};
         const void* const srcs[] = {place_of(a), place_of(b)};
-        std::vector<std::byte> scratch(op.tile_bytes());
-        return op.fold(dsts, srcs, count, scratch.data());
+        return op.fold(dsts, srcs, count, nullptr);  // which two operands do not need
       },
       py::call_guard<py::gil_scoped_release>(), py::arg("a"), py::arg("b"), py::arg("out"), py::arg("count"));
   m.def("begin_no_calls", &NoCalls::begin, "From here to end_no_calls() this thread may make no calls of groups.");

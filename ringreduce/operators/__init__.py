@@ -32,7 +32,7 @@ from ringreduce.operators.rows import Given, check_alike, rows_of, shown
 
 def all_reduce(op: Op, tensor: Given, group: Group, async_op: bool, out: Given | None) -> Work:
     if op.native and not async_op and not op.check:  # Call takes longer than a small call
-        known = op.native.by_dtype.get(getattr(tensor, "dtype", None))
+        known = op.native.known(getattr(tensor, "dtype", None))
         if known and _C.all_reduce_now(group, tensor, known, out):
             return None
     call = Call("all_reduce", op, group, async_op, rows_of(op, "tensor", tensor), out)

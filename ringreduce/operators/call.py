@@ -6,7 +6,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -59,8 +59,8 @@ class Call:
             self.targets = rows_of(op, "out", out)
             check_alike(self.targets, sources, "out", "tensor")
             for target, source in zip(self.targets, sources, strict=True):
-                if target.array.shape != source.array.shape:
-                    shapes = f"{tuple(target.array.shape)}, and tensor has {tuple(source.array.shape)}"
+                if target.shape != source.shape:
+                    shapes = f"{target.shape}, and tensor has {source.shape}"
                     raise InvalidArgument(f"out has shape {shapes}; they must be alike")
             for source in sources:  # results may not overwrite elements of later blocks
                 if any(share_memory(source.rows, target.rows) for target in self.targets):
@@ -73,13 +73,15 @@ class Call:
         checked = " with check=True" if op.check else ""
         self.what = f"{what} by operator {op.name!r}{checked} on {number}{elements}"
         self.row_bytes = sum(each.elements.row_bytes for each in sources)
+        native = op.native.function(op.name, sources[0].elements) if op.native else None
+        self.function: Callable[[Any, Any], Any] = native or cast(Any, op.function)
 
     def all_reduced(self) -> bool:
         """Has the engine make an all_reduce; False, with nothing done, where it cannot."""
         source = self.sources[0]
         if self.op.check:
             reason = "check=True"
-        elif self.op.native is None and self.op.interpreted is None:
+        elif len(self.sources) > 1:
             reason = "it is on several tensors"
         else:
             reason = self.backend.why_not(self.row_bytes)
@@ -88,10 +90,8 @@ class Call:
             return False
         if self.op.native and (operator := self.op.native.operator(self.op.name, source.elements)):
             self.backend.allreduce_by(operator, self.filled_target())
-            if not source.elements.shape and isinstance(source.array, torch.Tensor):
-                self.op.native.by_dtype[source.array.dtype] = operator
-        elif self.op.interpreted:
-            self.all_reduce_in_python(self.op.interpreted)
+        else:
+            self.all_reduce_in_python(cast(Interpreted, self.op.interpreted))
         return True
 
     def all_reduce_in_python(self, combiner: Interpreted) -> None:
@@ -227,7 +227,7 @@ class Block:
         for rank in range(1, self.size):
             if prefixes:
                 total = self.operand([share[rank - 1].clone() for share in shares])
-            total = self.op.function(total, self.operand([share[rank] for share in shares]))
+            total = self.call.function(total, self.operand([share[rank] for share in shares]))
             if prefixes:
                 self.store(total, [share[rank] for share in shares])
         if not prefixes and self.size > 1:
@@ -252,7 +252,7 @@ class Block:
 
     def applied(self, a: list[torch.Tensor], b: list[torch.Tensor]) -> list[torch.Tensor]:
         result = [x.clone() for x in a]
-        self.store(self.op.function(self.operand([x.clone() for x in a]), self.operand(b)), result)
+        self.store(self.call.function(self.operand([x.clone() for x in a]), self.operand(b)), result)
         return result
 
     def operand(self, rows: list[torch.Tensor]) -> Any:

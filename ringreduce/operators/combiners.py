@@ -25,27 +25,41 @@ TILE_BYTES = 128 << 10
 class Native:
     """What combines without Python: a kernel of the library, or a function of the user's in machine code.
 
-    `make(elements, **identity)` gives what the engine takes for such elements, or None where there is nothing.
+    `make(elements, **identity)` gives what the engine takes for such elements, or None where there is nothing. `kind`
+    is what ranks must agree on apart from the operator's name, and `failure` what it means that it fails.
     """
 
-    def __init__(self, make: Callable[..., _C.Operator | None]) -> None:
-        self._make = make
-        self._operators: dict[tuple[str, str], _C.Operator | None] = {}
-        self.by_dtype: dict[Any, _C.Operator] = {}
-        """For tensors whose elements are those of torch, and which were checked once."""
+    def __init__(self, make: Callable[..., _C.Operator | None], kind: str = "", failure: str = "") -> None:
+        self._make, self._kind, self._failure = make, kind, failure
+        self._operators: dict[str, _C.Operator | None] = {}
+        self._by_dtype: dict[Any, _C.Operator] = {}  # for tensors whose elements are numbers of torch
 
     def operator(self, name: str, elements: Elements) -> _C.Operator | None:
-        key = name, str(elements)
+        """What the engine takes."""
+        key = str(elements)
         if key not in self._operators:
-            self._operators[key] = self._make(elements, **_identity(name, elements))
+            identity = _identity(f"{name}{self._kind and ', ' + self._kind}", elements)
+            operator = self._operators[key] = self._make(elements, **identity)
+            if operator is not None and not elements.shape and elements.records is None:
+                self._by_dtype[elements.row_dtype] = operator
         return self._operators[key]
 
-    def combine(self, a: Any, b: Any) -> Any:
-        """Outside of the engine: writes to `a`."""
-        operator = self.operator("", Elements(tuple(a.shape[1:]), a.dtype))
-        if operator is None or not operator.combine(_place(a), _place(b), _place(a), len(a)):
-            raise RuntimeError("the function returned another number than 0")
-        return a
+    def known(self, dtype: Any) -> _C.Operator | None:
+        """That for numbers of this dtype of torch, if there has been a call on them."""
+        return self._by_dtype.get(dtype)
+
+    def function(self, name: str, elements: Elements) -> Callable[[Any, Any], Any] | None:
+        """The same outside of the engine: writes to its first operand, and returns it."""
+        operator = self.operator(name, elements)
+        if operator is None:
+            return None
+
+        def combine(a: Any, b: Any) -> Any:
+            if not operator.combine(_place(a), _place(b), _place(a), len(a)):
+                raise RuntimeError(self._failure)
+            return a
+
+        return combine
 
 
 def at_address(address: Any, failure: str = "the function returned another number than 0", kept: Any = None) -> Native:
@@ -57,7 +71,7 @@ def at_address(address: Any, failure: str = "the function returned another numbe
     def make(elements: Elements, kept: Any = kept, **identity: Any) -> _C.Operator:
         return _C.Operator.at_address(function=address, failure=failure, **identity)
 
-    return Native(make)
+    return Native(make, failure=failure)
 
 
 REDUCTIONS = {
@@ -87,7 +101,7 @@ def reduction(function: Any) -> Native | None:
             return None
         return _C.Operator.reduction(dtype=elements.name, op=op, **identity)
 
-    return Native(make)
+    return Native(make, kind=op)
 
 
 class Interpreted:

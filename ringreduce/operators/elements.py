@@ -19,6 +19,8 @@ class Elements:
     def __init__(self, shape: Shape, dtype: torch.dtype | np.dtype[Any]) -> None:
         self.shape = self.row_shape = shape
         self.name = str(dtype).removeprefix("torch.")
+        self.given: tuple[str, ...] = ()
+        """Of a tuple of tensors: their dtypes, which may be narrower than the fields of the records."""
         self.records: np.dtype[Any] | None = None
         if isinstance(dtype, torch.dtype):
             self.row_dtype = dtype
@@ -28,7 +30,8 @@ class Elements:
         self.row_bytes: int = self.row_dtype.itemsize * math.prod(self.row_shape)
 
     def __str__(self) -> str:
-        return f"{self.name}{list(self.shape) or ''}"
+        given = f" for {', '.join(self.given)}" if self.given else ""
+        return f"{self.name}{list(self.shape) or ''}{given}"
 
     def operand(self, rows: torch.Tensor) -> Any:
         """What the operator gets for some rows."""
@@ -84,7 +87,7 @@ def _fields(operand: Any) -> list[Any]:
 def _close(x: Any, y: Any, *operands: Any) -> bool:
     if isinstance(x, np.ndarray) and not torch_has(x.dtype):
         return bool(np.array_equal(x, y))
-    values = [torch.as_tensor(each) for each in (x, y, *operands)]
+    values = [torch.as_tensor(each, device="cpu") for each in (x, y, *operands)]
     if not (values[0].is_floating_point() or values[0].is_complex()):
         return torch.equal(values[0], values[1])
     digits, wide = math.sqrt(torch.finfo(values[0].dtype).eps), torch.promote_types(values[0].dtype, torch.float64)

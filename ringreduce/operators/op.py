@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,13 +23,15 @@ class Op:
 
     def __init__(
         self,
-        function: Callable[[Any, Any], Any],
+        function: Callable[[Any, Any], Any] | None,
         elements: Sequence[Shape] | None = None,
         name: str = "",
         commutative: bool = False,
         check: bool = False,
+        native: Native | None = None,
         element_bytes: int | None = None,
         dtype: np.dtype[Any] | None = None,
+        packs: bool = False,
     ) -> None:
         if elements is None:  # a call of the program, which cannot know what is meant by `function`
             raise InvalidArgument(
@@ -42,16 +45,19 @@ class Op:
         self.commutative = commutative
         self.check = check
         self.function = function
+        """In Python; None if there is only `native`."""
+        self.native = native
+        """What combines without Python, if it has something for the elements."""
+        self.interpreted = Interpreted(function) if function is not None and len(self.elements) == 1 else None
+        """What the engine calls otherwise; it combines one tensor only."""
         self.element_bytes = element_bytes
         """Bytes of an element, where the operator takes no others."""
         self.dtype = dtype
         """The dtype of elements, where the operator takes no other."""
-        self.native: Native | None = None
-        """What the engine calls, if it has something for the elements."""
-        self.interpreted: Interpreted | None = None
-        """What it calls otherwise; it combines one tensor only."""
-        self.packs = False
+        self.packs = packs
         """Whether a tuple of tensors is combined as records, of which each tensor is a field."""
+        self.prepare: Callable[[np.ndarray[Any, Any]], None] | None = None
+        """What brings the records of a call in the order that `native` needs."""
 
     def __repr__(self) -> str:
         return f"ringreduce.Op({self.name!r})"
@@ -90,10 +96,8 @@ class Op:
             raise InvalidArgument(f"f is {f!r:.60}; it must be a function of two operands")
         if isinstance(tensors, bool) or not isinstance(tensors, int) or tensors < 1:
             raise InvalidArgument(f"tensors is {tensors!r:.60}; it must be how many tensors f combines, 1 or more")
-        op = Op(f, _shapes(element, tensors), _name_of(f, name), commutative, check)
-        if tensors == 1:
-            op.native, op.interpreted = reduction(f), Interpreted(f)
-        return op
+        native = reduction(f) if tensors == 1 else None
+        return Op(f, _shapes(element, tensors), _name_of(f, name), commutative, check, native)
 
     @staticmethod
     def numba(
@@ -123,9 +127,8 @@ class Op:
         function = compiled(f, dtype)
         failure = "f raised an error; it shows in Python: f.py_func, or f itself"
         native = at_address(function.address, failure, kept=function)
-        op = _natively(native, name, [()], commutative, check, dtype.itemsize, dtype)
-        op.packs = dtype.names is not None
-        return op
+        packs = dtype.names is not None
+        return Op(None, [()], name, commutative, check, native, dtype.itemsize, dtype, packs)
 
     @staticmethod
     def c(
@@ -151,16 +154,16 @@ class Op:
         if not isinstance(name, str):
             raise InvalidArgument(f"name is {name!r:.60}; it must be a text of 1 to 100 characters")
         native = at_address(address)
-        return _natively(native, _name_of(native, name), _shapes(element, 1), commutative, check, element_bytes)
+        return Op(None, _shapes(element, 1), _name_of(native, name), commutative, check, native, element_bytes)
 
     @staticmethod
     def argmax() -> Op:
-        """The highest value and its index, as with `torch.max(dim)` over ranks. Of equal values the lowest index wins.
+        """The highest value and its index. Of equal values the lowest index wins, and NaN is higher than all numbers.
 
-        A call takes a tuple `(value, index)` of two tensors with as many elements, or a NumPy array of records whose
-        first two fields they are. Values are float32, float64, integers up to 64 bits or bool, in tensors also float16,
-        bfloat16 and float8; indices are int32 or int64. NaN is higher than all numbers, as in torch. More tensors or
-        fields go with them.
+        A call takes a tuple `(value, index)` of two tensors of one shape, or a NumPy array of records whose first two
+        fields they are. Values are float32, float64, int8 to int64, uint8 or bool, in tensors also float16, bfloat16
+        and float8; indices are int32 or int64. Further tensors or fields go with them, whatever their dtype. Such a
+        tensor may have more dimensions than the first one, which go with each value.
         """
         return _on_records("argmax", records.first_of("argmax", 0, highest=True, indexed=True))
 
@@ -171,33 +174,36 @@ class Op:
 
     @staticmethod
     def max_by(key: str | int = 0) -> Op:
-        """The record with the highest `key`, whatever else is in it. Of equal keys the lowest rank's wins.
+        """The record with the highest `key`, whatever else is in it. Of equal keys the lowest rank's wins, and NaN is
+        higher than all numbers.
 
         `key` is the name of a field of NumPy records, or the number of a field or of a tensor of a tuple, from 0. Keys
-        are what values are to `Op.argmax`. Raises `InvalidArgument` if `key` is neither.
+        are what values are to `Op.argmax`, and tuples too. Raises `InvalidArgument` if `key` is neither.
         """
-        return _on_records(f"max_by({key!r:.60})", records.first_of("max_by", _key(key), highest=True, indexed=False))
+        return _on_records(f"max_by({key!r})", records.first_of("max_by", _key(key), highest=True, indexed=False))
 
     @staticmethod
     def min_by(key: str | int = 0) -> Op:
-        """The record with the lowest `key`; as `Op.max_by` otherwise."""
-        return _on_records(f"min_by({key!r:.60})", records.first_of("min_by", _key(key), highest=False, indexed=False))
+        """The record with the lowest `key`; as `Op.max_by` otherwise. NaN is lower than all numbers."""
+        return _on_records(f"min_by({key!r})", records.first_of("min_by", _key(key), highest=False, indexed=False))
 
     @staticmethod
     def top_k(k: int, largest: bool = True) -> Op:
         """The k highest values over all ranks and their indices, or with `largest=False` the k lowest, in this order.
 
         A call takes a tuple `(values, indices)` of two tensors of shape `(..., k)`, such as `torch.topk(x, k)` returns,
-        or NumPy records of two such fields. Each k values must come in order, the best one first; NaN is best. A rank
-        that has fewer fills up with -inf, or inf. Of equal values the lowest index wins. Dtypes are those of argmax.
-        Raises `InvalidArgument` if k is no number from 1 up.
+        or NumPy records of two such fields. Of equal values the lowest index comes first, and NaN before all numbers. A
+        rank that has fewer than k values fills up with -inf, or inf. Dtypes are those of argmax. Raises
+        `InvalidArgument` if k is no number from 1 up.
         """
         if isinstance(k, bool) or not isinstance(k, int) or k < 1:
             raise InvalidArgument(f"k is {k!r:.60}; it must be how many values are kept, 1 or more")
         if not isinstance(largest, bool):
             raise InvalidArgument(f"largest is {largest!r:.60}; it must be True or False")
-        name = f"top_k({k}, largest={largest})"
-        return _on_records(name, records.first_k_of("top_k", k, largest), shape=(k,))
+        native = records.first_k_of("top_k", k, largest)
+        op = _on_records(f"top_k({k}, largest={largest})", native, shape=(k,))
+        op.prepare = functools.partial(records.sort_lists, highest=largest)
+        return op
 
     @staticmethod
     def welford() -> Op:
@@ -205,27 +211,20 @@ class Op:
 
         A call takes a tuple `(size, mean, squares)` of three tensors, or NumPy records of three such fields: how many
         samples there are, their mean, and the sum of their squared distances from it. All are float32, or all float64.
-        `squares / size` is then the variance. A part of size 0 changes nothing.
+        `squares / size` is then the variance. Of a part of size 0 the others are not looked at.
         """
         return _on_records("welford", records.moments("welford"))
 
 
-def _natively(native: Native, *arguments: Any) -> Op:
-    name, elements, *rest = arguments
-    op = Op(native.combine, elements, name, *rest)
-    op.native = native
-    return op
-
-
 def _on_records(name: str, native: Native, shape: Shape = ()) -> Op:
     """One of the library's, on records or on tuples of tensors with elements of `shape`."""
-    op = _natively(native, name, [shape])
-    op.packs = True
-    return op
+    return Op(None, [shape], name, native=native, packs=True)
 
 
 def _key(key: Any) -> str | int:
-    if isinstance(key, bool) or not isinstance(key, str | int) or (isinstance(key, int) and key < 0):
+    if isinstance(key, str):
+        return key
+    if isinstance(key, bool) or not isinstance(key, int) or key < 0:
         raise InvalidArgument(f"key is {key!r:.60}; it must be the name of a field, or its number from 0")
     return key
 

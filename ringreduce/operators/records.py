@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -22,13 +22,14 @@ def first_of(what: str, key: str | int, highest: bool, indexed: bool) -> Native:
     """The record with the highest or lowest `key`; of equal keys that with the lowest second field, if `indexed`."""
 
     def make(elements: Elements, **identity: Any) -> _C.Operator:
-        fields = _fields(what, elements, 2 if indexed else 1)
-        if (isinstance(key, str) and key not in fields) or (isinstance(key, int) and key >= len(fields)):
-            raise InvalidArgument(f"key is {key!r}; the records of {what} have the fields {', '.join(fields)}")
-        names = list(fields)
-        own = fields[key if isinstance(key, str) else names[key]]
-        index = _field(what, "index", fields[names[1]], INDICES) if indexed else None
-        return _C.Operator.first_of(key=_field(what, "key", own, KEYS), index=index, highest=highest, **identity)
+        names = _names(what, elements, 2 if indexed else 1)
+        found = dict(enumerate(names)).get(key) if isinstance(key, int) else key
+        if found not in names:
+            known = f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
+            raise InvalidArgument(f"key is {key!r:.60}; there are {len(names)} fields: {known}")
+        index = _field(f"the index of {what}", elements, names[1], INDICES) if indexed else None
+        own = _field(f"the key of {what}", elements, found, KEYS)
+        return _C.Operator.first_of(key=own, index=index, highest=highest, **identity)
 
     return Native(make)
 
@@ -37,48 +38,61 @@ def first_k_of(what: str, k: int, highest: bool) -> Native:
     """The k highest or lowest of two lists, which are in this order."""
 
     def make(elements: Elements, **identity: Any) -> _C.Operator:
-        fields = list(_fields(what, elements, 2).values())
-        key, index = _field(what, "key", fields[0], KEYS, (k,)), _field(what, "index", fields[1], INDICES, (k,))
-        if len(fields) > 2:
-            raise InvalidArgument(f"{what} takes records of keys and indices; they have {len(fields)} fields")
+        names = _names(what, elements, 2, exactly=True)
+        key = _field(f"the key of {what}", elements, names[0], KEYS, (k,))
+        index = _field(f"the index of {what}", elements, names[1], INDICES, (k,))
         return _C.Operator.first_k_of(key=key, index=index, highest=highest, k=k, **identity)
 
     return Native(make)
+
+
+def sort_lists(records: np.ndarray[Any, Any], highest: bool) -> None:
+    """Brings the lists of all records in the order that `first_k_of` needs: the first ones of torch.topk are in any
+    order where values are equal, and NaN is not always the first."""
+    keys, indices = (records[name] for name in records.dtype.names or ())
+    flipped = keys if not highest else -keys if keys.dtype.kind == "f" else ~keys
+    order = np.lexsort((indices, flipped, ~np.isnan(keys)))
+    if (order != np.arange(order.shape[-1])).any():
+        for column in (keys, indices):
+            column[...] = np.take_along_axis(column, order, -1)
 
 
 def moments(what: str) -> Native:
     """The size of two samples together, their mean, and the sum of their squared distances from it."""
 
     def make(elements: Elements, **identity: Any) -> _C.Operator:
-        fields = [_field(what, "field", each, KEYS[:2]) for each in _fields(what, elements, 3).values()]
-        dtype = fields[0][0]
-        width = np.dtype(dtype).itemsize
-        if fields != [(dtype, 0), (dtype, width), (dtype, 2 * width)] or elements.row_bytes != 3 * width:
+        names = _names(what, elements, 3, exactly=True)
+        parts = ("size", "mean", "sum of squares")
+        found = [
+            _field(f"the {part} of {what}", elements, name, KEYS[:2]) for part, name in zip(parts, names, strict=True)
+        ]
+        dtype, width = found[0][0], np.dtype(found[0][0]).itemsize
+        if found != [(dtype, 0), (dtype, width), (dtype, 2 * width)] or elements.row_bytes != 3 * width:
             raise InvalidArgument(
-                f"{what} takes records of three numbers of one dtype without gaps: size, mean, and sum of squared "
-                f"distances; they are {elements}"
+                f"{what} takes a size, a mean and a sum of squares of one dtype, without gaps; there is {elements}"
             )
+        if set(elements.given) - {dtype}:
+            raise InvalidArgument(f"{what} takes float32 or float64; there is {', '.join(elements.given)}")
         return _C.Operator.moments(dtype=dtype, **identity)
 
     return Native(make)
 
 
-def _fields(what: str, elements: Elements, at_least: int) -> dict[str, tuple[np.dtype[Any], int]]:
-    """The fields of the records, in the order of their offsets in their dtype's names."""
-    records = elements.records
-    if records is None or records.fields is None or len(records.fields) < at_least or elements.shape:
+def _names(what: str, elements: Elements, least: int, exactly: bool = False) -> tuple[str, ...]:
+    """Those of the records' fields."""
+    names = (elements.records.names or ()) if elements.records is not None and not elements.shape else ()
+    if len(names) < least or (exactly and len(names) > least):
+        number = f"{least} fields" if exactly else f"{least} fields or more"
         raise InvalidArgument(
-            f"{what} takes NumPy arrays of records with {at_least} fields or more, or a tuple with an array for each "
-            f"field; the elements are {elements}"
+            f"{what} takes NumPy arrays of records with {number}, or a tuple with an array for each field; the "
+            f"elements are {elements}"
         )
-    return {name: records.fields[name][:2] for name in records.names or ()}
+    return names
 
 
-def _field(
-    what: str, which: str, field: tuple[np.dtype[Any], int], allowed: tuple[str, ...], shape: Shape = ()
-) -> Field:
-    dtype, offset = field
+def _field(what: str, elements: Elements, name: str, allowed: tuple[str, ...], shape: Shape = ()) -> Field:
+    dtype, offset = cast(Any, elements.records).fields[name][:2]
     if dtype.base.name not in allowed or not dtype.base.isnative or dtype.shape != shape:
         wanted = f"{', '.join(allowed)}" + (f" of shape {shape}" if shape else "")
-        raise InvalidArgument(f"the {which} of {what} is of dtype {dtype}; it must be one of {wanted}")
+        raise InvalidArgument(f"{what}, field {name!r}, is of dtype {dtype}; it must be one of {wanted}")
     return dtype.base.name, offset

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias, cast
@@ -26,7 +27,10 @@ class Rows:
             raise InvalidArgument(
                 f"{name} is a {type(array).__name__}; with an Op it must be a torch.Tensor or a NumPy array"
             )
-        shape = tuple(array.shape)
+        if isinstance(array, torch.Tensor) and array.is_nested:
+            raise InvalidArgument(f"{name} is a nested tensor; it must be dense")
+        self.shape: tuple[Any, ...] = tuple(array.shape)
+        shape = self.shape
         if shape[len(shape) - len(element) :] != element:
             raise InvalidArgument(
                 f"{name} has shape {shape}; the operator's elements have {element}, which must end it"
@@ -38,7 +42,7 @@ class Rows:
             self.rows = self._bytes(name, array)
             return
         tensor = array if isinstance(array, torch.Tensor) else from_numpy(array, name)
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        if tensor.layout != torch.strided or tensor.is_quantized:
             raise InvalidArgument(f"{name} is of layout {tensor.layout} and dtype {tensor.dtype}; it must be dense")
         if not tensor.is_cpu:
             raise InvalidArgument(f"{name} is on {tensor.device}; operators combine on CPUs: pass {name}.cpu()")
@@ -56,6 +60,12 @@ class Rows:
             )
         if not array.flags.writeable:
             raise InvalidArgument(f"{name}, a NumPy array, is read-only; pass a writable copy: {name}.copy()")
+        whole = getattr(array.base, "dtype", array.dtype)
+        if array.dtype.names and whole.names and not set(whole.names) <= set(array.dtype.names):
+            raise InvalidArgument(
+                f"{name} is an index of records by some of their fields, and others lie between them; pass a copy: "
+                "numpy.lib.recfunctions.repack_fields(...)"
+            )
         flat = np.ascontiguousarray(array).reshape(-1)
         return torch.from_numpy(flat.view(np.uint8)).view(self.count, *self.elements.row_shape)
 
@@ -78,18 +88,20 @@ class PackedRows(Rows):
 
     def __init__(self, names: list[str], parts: list[Rows], dtype: np.dtype[Any] | None) -> None:
         self.parts, self.count = parts, parts[0].count
-        columns = [_column(*each) for each in zip(names, parts, strict=True)]
+        self.shape = tuple(part.shape for part in parts)
+        columns = [_column(name, part, dtype is None) for name, part in zip(names, parts, strict=True)]
         if dtype is None:
             dtype = np.dtype([(f"f{i}", each.dtype, each.shape[1:]) for i, each in enumerate(columns)])
         self.array = np.empty(self.count, dtype)
         for name, field, column in zip(names, dtype.names or (), columns, strict=True):
             if dtype[field].base != column.dtype or dtype[field].shape != column.shape[1:]:
                 raise InvalidArgument(
-                    f"{name} has elements of {column.dtype}; field {field!r} of the operator's records has "
-                    f"{dtype[field]}"
+                    f"{name} has elements of {column.dtype}{list(column.shape[1:]) or ''}; field {field!r} of the "
+                    f"operator's records has {dtype[field]}"
                 )
             self.array[field] = column
         self.elements = Elements((), dtype)
+        self.elements.given = tuple(part.elements.name for part in parts)
         self.rows = self._bytes(names[0], self.array)
 
     def assign(self, rows: torch.Tensor) -> None:
@@ -112,17 +124,15 @@ def _is_narrow(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize < 4
 
 
-def _column(name: str, part: Rows) -> np.ndarray[Any, Any]:
-    """The elements of a tensor as NumPy has them; torch's narrow floats as float32."""
-    rows = part.rows
+def _column(name: str, part: Rows, widens: bool) -> np.ndarray[Any, Any]:
+    """The elements of a tensor as NumPy has them; torch's narrow floats as float32, if `widens`."""
     if part.elements.records is not None:
-        records: np.ndarray[Any, Any] = part.elements.operand(rows)
+        records: np.ndarray[Any, Any] = part.elements.operand(part.rows)
         return records
-    if _is_narrow(rows.dtype):
-        rows = rows.to(torch.float32)
     try:
+        rows = part.rows.to(torch.float32) if widens and _is_narrow(part.rows.dtype) else part.rows
         return rows.numpy()
-    except TypeError:
+    except (TypeError, NotImplementedError):
         raise InvalidArgument(f"{name} has dtype {part.elements.name}, which no record can hold") from None
 
 
@@ -130,14 +140,7 @@ def rows_of(op: Op, name: str, given: Given) -> list[Rows]:
     """The tensors that a call was given as one value."""
     several = isinstance(given, Sequence)
     if op.packs:
-        rows = _packed(op, name, given) if isinstance(given, Sequence) else Rows(name, given, ())
-        _check_elements(op, name, rows)
-        if op.native is not None:
-            try:
-                op.native.operator(op.name, rows.elements)
-            except InvalidArgument as error:
-                raise InvalidArgument(f"{name} cannot be combined: {error}") from None
-        return [rows]
+        return [_records_of(op, name, given)]
     tensors = list(given) if several else [given]
     if len(tensors) != len(op.elements) or (several and len(tensors) == 1):
         wanted = "one array" if len(op.elements) == 1 else f"a tuple of {len(op.elements)} arrays"
@@ -146,18 +149,47 @@ def rows_of(op: Op, name: str, given: Given) -> list[Rows]:
     found = [Rows(*each) for each in zip(names, cast(Any, tensors), op.elements, strict=True)]
     for its_name, each in zip(names, found, strict=True):
         _check_elements(op, its_name, each)
-    _check_counts(names, found)
+        if each.count != found[0].count:
+            raise InvalidArgument(
+                f"{its_name} has {each.count} elements and {names[0]} has {found[0].count}; they must have as many"
+            )
+    _check_apart(names, found)
     return found
 
 
+def _records_of(op: Op, name: str, given: Given) -> Rows:
+    rows = _packed(op, name, given) if isinstance(given, Sequence) else Rows(name, given, ())
+    _check_elements(op, name, rows)
+    try:
+        if op.native is not None:
+            op.native.operator(op.name, rows.elements)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{name} cannot be combined: {error}") from None
+    if op.prepare is not None:
+        rows.rows = rows.rows.clone()
+        op.prepare(rows.elements.operand(rows.rows))
+    return rows
+
+
 def _packed(op: Op, name: str, given: Sequence[Array]) -> PackedRows:
-    count = None if op.dtype is None else len(op.dtype.names or ())
-    if not given or count not in (None, len(given)):
-        wanted = f"a tuple with an array for each field{'' if count is None else f', {count}'}"
+    """A tuple whose tensors all begin with the shape of the first, without that of its element."""
+    fields = [] if op.dtype is None else [op.dtype[field].shape for field in op.dtype.names or ()]
+    if not given or (fields and len(fields) != len(given)):
+        wanted = f"a tuple with an array for each field{f', {len(fields)}' if fields else ''}"
         raise InvalidArgument(f"{name} is {shown(given)}; operator {op.name!r} takes records, or {wanted}")
     names = [f"{name}[{index}]" for index in range(len(given))]
-    parts = [Rows(its_name, each, op.elements[0]) for its_name, each in zip(names, given, strict=True)]
-    _check_counts(names, parts)
+    element = fields[0] if fields else op.elements[0]
+    shape = Rows(names[0], given[0], element).shape
+    leading = shape[: len(shape) - len(element)]
+    parts = []
+    for its_name, each in zip(names, given, strict=True):
+        whole = tuple(getattr(each, "shape", ()))
+        if whole[: len(leading)] != leading:
+            raise InvalidArgument(
+                f"{its_name} has shape {whole} and {names[0]} has {shape}; it must begin with {leading}"
+            )
+        parts.append(Rows(its_name, each, whole[len(leading) :]))
+    _check_apart(names, parts)
     return PackedRows(names, parts, op.dtype)
 
 
@@ -171,12 +203,12 @@ def _check_elements(op: Op, name: str, rows: Rows) -> None:
         )
 
 
-def _check_counts(names: list[str], found: list[Rows]) -> None:
-    for name, each in zip(names, found, strict=True):
-        if each.count != found[0].count:
-            raise InvalidArgument(
-                f"{name} has {each.count} elements and {names[0]} has {found[0].count}; they must have as many"
-            )
+def _check_apart(names: list[str], parts: list[Rows]) -> None:
+    """Where results go, no two tensors may have memory in common. Those with gaps are not looked at."""
+    places = sorted((rows.rows.data_ptr(), rows.rows.nbytes, name) for name, rows in zip(names, parts, strict=True))
+    for (begin, size, one), (other_begin, other_size, other) in itertools.pairwise(places):
+        if other_size and begin + size > other_begin:
+            raise InvalidArgument(f"{one} and {other} have memory in common; pass a copy of one: {other}.clone()")
 
 
 def shown(given: Any) -> str:

@@ -14,7 +14,7 @@ from distributed.harness import Rank, run
 
 import ringreduce
 from ringreduce import Op
-from ringreduce.errors import InvalidArgument
+from ringreduce.errors import CollectiveMismatch, InvalidArgument
 
 COUNTS = (1, 5, 300, 20_001)
 KEYS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e5m2, torch.int8, torch.int16)
@@ -116,14 +116,15 @@ def lists(me: Rank) -> None:
     for k in (1, 4, 33):
         for largest in (True, False):
             every = values_of(me.size, 7 * 40, torch.float32).view(me.size, 7, 40)
-            every = every if largest else every.nan_to_num(5)  # torch.topk takes NaN as the largest
-            values, indices = every[me.rank].sort(dim=1, descending=largest, stable=True)
-            values, indices = values[:, :k].clone(), indices[:, :k] + 40 * me.rank
+            order = every if largest else every.nan_to_num(-torch.inf)  # sort() takes NaN as the largest
+            best = order[me.rank].sort(dim=1, descending=largest, stable=True).indices[:, :k]
+            best = best[:, torch.randperm(k, generator=torch.Generator().manual_seed(k))]  # in any order
+            values, indices = every[me.rank].gather(1, best), best + 40 * me.rank
             ringreduce.all_reduce((values, indices), op=Op.top_k(k, largest=largest))
-            together = every.permute(1, 0, 2).reshape(7, -1)
-            wanted, owners = together.sort(dim=1, descending=largest, stable=True)
-            assert_same(values, wanted[:, :k])
-            assert_same(indices, owners[:, :k])
+            order, every = (each.permute(1, 0, 2).reshape(7, -1) for each in (order, every))
+            owners = order.sort(dim=1, descending=largest, stable=True).indices[:, :k]
+            assert_same(values, every.gather(1, owners))
+            assert_same(indices, owners)
 
 
 @pytest.mark.parametrize("size", [2, 5])
@@ -139,8 +140,8 @@ def moments(me: Rank) -> None:
         every = torch.randn(me.size, 100, 6, generator=torch.Generator().manual_seed(3)).to(dtype) + 50
         own = every[me.rank, : 0 if me.rank == 1 else 100 - me.rank]  # rank 1 has no samples
         size = torch.full((6,), len(own), dtype=dtype)
-        mean = own.mean(0) if len(own) else torch.full((6,), 7.0, dtype=dtype)
-        squares = ((own - own.mean(0)) ** 2).sum(0) if len(own) else torch.zeros(6, dtype=dtype)
+        mean = own.mean(0)  # of no samples it is NaN
+        squares = own.var(0, unbiased=False) * len(own)
         ringreduce.all_reduce((size, mean, squares), op=Op.welford())
         rows = [every[rank, : 0 if rank == 1 else 100 - rank] for rank in range(me.size)]
         together = torch.cat(rows)
@@ -207,21 +208,32 @@ def test_scan_reduce_and_reduce_scatter_take_tuples_too() -> None:
 
 
 def wrong(me: Rank) -> None:
-    ones, whole = torch.ones(3), torch.ones(3, dtype=torch.int64)
+    ones, whole, again = torch.ones(3), torch.ones(3, dtype=torch.int64), torch.ones(3)
+    line, records = torch.arange(4), np.zeros(3, [("a", "f4"), ("b", "i8"), ("c", "i8")])
+    titled = np.zeros(3, np.dtype({"names": ["a"], "formats": ["f4"], "titles": ["T"]}))
     pairs = np.zeros(3, [("value", "f4"), ("index", "i8")])
     for op, given, message in (
         (Op.argmax(), ones, "tensor cannot be combined: argmax takes NumPy arrays of records with 2 fields or more"),
         (Op.argmax(), (ones,), "argmax takes .* 2 fields or more, .* the elements are"),
-        (Op.argmax(), (ones, ones), "the index of argmax is of dtype float32; it must be one of int32, int64"),
-        (Op.argmin(), (ones.cfloat(), whole), "the key of argmin is of dtype complex64; it must be one of float32"),
-        (Op.argmax(), (ones, whole[:2]), r"tensor\[1\] has 2 elements and tensor\[0\] has 3"),
-        (Op.argmax(), pairs.astype([("value", ">f4"), ("index", "i8")]), "the key of argmax is of dtype >f4"),
-        (Op.max_by("c"), pairs, "key is 'c'; the records of max_by have the fields value, index"),
-        (Op.min_by(2), pairs, "key is 2; the records of min_by have the fields value, index"),
+        (Op.argmax(), (ones, again), "the index of argmax, field 'f1', is of dtype float32; .* one of int32, int64"),
+        (
+            Op.argmin(),
+            (ones.cfloat(), whole),
+            "the key of argmin, field 'f0', is of dtype complex64; .* one of float32",
+        ),
+        (Op.argmin(), (ones.to(torch.uint16), whole), "the key of argmin, field 'f0', is of dtype uint16"),
+        (Op.argmax(), (ones, whole[:2]), r"tensor\[1\] has shape \(2,\) and tensor\[0\] has \(3,\); .* begin with"),
+        (Op.argmax(), (line[:3], line[1:]), r"tensor\[0\] and tensor\[1\] have memory in common"),
+        (Op.argmax(), pairs.astype([("value", ">f4"), ("index", "i8")]), "the key of argmax, field 'value', is .* >f4"),
+        (Op.max_by("a"), records[["a", "c"]], "tensor is an index of records by some of their fields"),
+        (Op.argmax(), titled, "argmax takes NumPy arrays of records with 2 fields or more"),
+        (Op.max_by("c"), pairs, "key is 'c'; there are 2 fields: value, index"),
+        (Op.min_by(2), pairs, "key is 2; there are 2 fields: value, index"),
         (Op.top_k(2), (ones, whole), r"tensor\[0\] has shape \(3,\); the operator's elements have \(2,\)"),
-        (Op.top_k(3), (ones, ones), "the index of top_k is of dtype .* int32, int64 of shape"),
-        (Op.welford(), (ones, ones, whole), "the field of welford is of dtype int64"),
-        (Op.welford(), (ones, ones, ones.double()), "three numbers of one dtype without gaps"),
+        (Op.top_k(3), (ones, again), "the index of top_k, field 'f1', is of dtype .* int32, int64 of shape"),
+        (Op.welford(), (ones, again, whole), "the sum of squares of welford, field 'f2', is of dtype int64"),
+        (Op.welford(), (ones, again, ones.double()), "a sum of squares of one dtype, without gaps"),
+        (Op.welford(), (ones.half(), again.half(), torch.ones(3).half()), "welford takes float32 or float64"),
     ):
         with pytest.raises(InvalidArgument, match=message):
             ringreduce.all_reduce(given, op=op)
@@ -283,3 +295,51 @@ def same_as_a_function(me: Rank) -> None:
 
 def test_argmax_is_what_a_function_of_torch_gives() -> None:
     run(placed, 4, {}, same_as_a_function)
+
+
+# the rest of a record, and other fields
+
+
+def with_more_dimensions(me: Rank) -> None:
+    weights = torch.arange(24.0).view(2, 3, 4) + 100 * me.rank
+    loss = torch.tensor([1.0 + me.rank, 5.0 - me.rank])
+    ringreduce.all_reduce((loss, weights), op=Op.min_by())
+    assert loss.tolist() == [1.0, 6.0 - me.size]
+    assert torch.equal(weights[0], torch.arange(12.0).view(3, 4))
+    assert torch.equal(weights[1], torch.arange(12.0, 24.0).view(3, 4) + 100 * (me.size - 1))
+    loss, parameters = torch.tensor(float(-me.rank)), torch.full((5, 7), float(me.rank), dtype=torch.bfloat16)
+    ringreduce.all_reduce((loss, parameters), op=Op.min_by())
+    assert loss.item() == 1 - me.size and parameters.eq(me.size - 1).all()
+
+
+def test_what_goes_with_a_key_may_have_more_dimensions() -> None:
+    run(placed, 3, {}, with_more_dimensions)
+
+
+def differ(me: Rank, what: str) -> None:
+    first, owner, long = me.rank == 0, torch.full((2,), me.rank), "x" * 70
+    records = np.zeros(2, [(long + "1", "f4"), (long + "2", "f4")])
+    value = torch.ones(2).to(torch.bfloat16 if first else torch.float32)
+    with pytest.raises(CollectiveMismatch):
+        if what == "narrow dtypes":
+            ringreduce.all_reduce((value, owner), op=Op.argmax())
+        elif what == "long keys":
+            ringreduce.all_reduce(records, op=Op.max_by(long + ("1" if first else "2")))
+        else:
+            ringreduce.all_reduce(torch.ones(2), op=Op.torch(torch.add if first else torch.mul, name="x"))
+
+
+@pytest.mark.parametrize("what", ["narrow dtypes", "long keys", "functions of torch of one name"])
+def test_ranks_that_differ_find_out(what: str) -> None:
+    run(placed, 2, {}, differ, what)
+
+
+def outside(me: Rank) -> None:
+    x = torch.full((700,), me.rank + 1.0).to(torch.float8_e5m2)  # for which torch has no sum
+    ringreduce.all_reduce(x, op=Op.torch(torch.add))
+    assert x.float().eq(sum(range(1, me.size + 1))).all()
+
+
+@pytest.mark.parametrize("placement", ["one host", "tcp"])
+def test_kernels_serve_outside_of_the_engine_too(placement: str) -> None:
+    run(placed, 3, PLACEMENTS[placement], outside)
