@@ -20,7 +20,7 @@ class Lending {
   // Whether the next call lends, over values of `bytes`.
   bool lends(std::size_t bytes) const {
     const OfSize& it = sizes_[index(bytes)];
-    const bool tries = it.calls < 2 * kKept || it.calls % kTrialEvery < 2;
+    const bool tries = it.calls < kFirstTrials || it.calls % kTrialEvery < 2;
     return tries ? it.calls % 2 == 0 : it.lent.least() <= it.copied.least();
   }
 
@@ -33,18 +33,20 @@ class Lending {
   }
 
  private:
-  // Two calls of so many are trials. The slower way may take three times as long.
-  static constexpr std::uint64_t kTrialEvery = 128;
+  // The first calls are trials, of which the very first ones bring in memory that nobody has used before. Then two of
+  // so many are: the slower way may take three times as long.
+  static constexpr std::uint64_t kFirstTrials = 4, kTrialEvery = 128;
   // The least of the latest calls counts: a rank may lose its core in the others.
   static constexpr std::size_t kKept = 3;
 
   class Latest {
    public:
+    Latest() { spent_.fill(kForever); }
     void add(Nanoseconds spent) { spent_[next_++ % kKept] = spent; }
     Nanoseconds least() const { return *std::ranges::min_element(spent_); }
 
    private:
-    std::array<Nanoseconds, kKept> spent_{};
+    std::array<Nanoseconds, kKept> spent_;
     std::size_t next_ = 0;
   };
   struct OfSize {
