@@ -6,6 +6,7 @@
 
 namespace ringreduce::gpu {
 
+#pragma GCC visibility push(default)  // for ctypes
 extern "C" {
 
 // The regions of all ranks.
@@ -51,5 +52,6 @@ std::uint32_t waits_of_batch(Group* group, const GroupCall* call, std::uint32_t 
                              std::uint32_t batch);
 
 }  // extern "C"
+#pragma GCC visibility pop
 
 }  // namespace ringreduce::gpu

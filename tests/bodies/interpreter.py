@@ -1,17 +1,14 @@
 """The GPU's interpreter of plans, compiled for a CPU, whose threads are threads of this process."""
 
 import ctypes
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from stand_in.build import WARNINGS
+from stand_in import build
 
 from ringreduce.plan import Plan, lower, slot_depth
 
-ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ["csrc/stress/interpreter_on_cpu.cpp", "csrc/engine/program.cpp"]
 SOURCES += [f"csrc/engine/gpu/{name}.cpp" for name in ("batches", "flat_program")]
 OPERATIONS = [
@@ -63,11 +60,9 @@ class GroupCall(ctypes.Structure):
 
 
 @pytest.fixture(scope="module")
-def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    library = tmp_path_factory.mktemp("interpreter") / "interpreter.so"
-    flags = ["-std=c++20", "-O1", *WARNINGS, "-ffp-contract=off", "-pthread", "-Icsrc"]
-    subprocess.run(["c++", *flags, "-shared", "-fPIC", *SOURCES, "-o", library], cwd=ROOT, check=True)
-    loaded = ctypes.CDLL(str(library))
+def interpreter() -> Any:
+    folder = build.build(build.ROOT / "build/stand_in", {"interpreter.so": SOURCES})
+    loaded = ctypes.CDLL(str(folder / "interpreter.so"))
     loaded.make_group.argtypes = [ctypes.c_uint32] * 4
     loaded.make_group.restype = ctypes.c_void_p
     loaded.drop_group.argtypes = [ctypes.c_void_p]

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from stand_in.build import WARNINGS
+from stand_in import build
 
 from ringreduce.plan import Plan, lower
 
-ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ["tests/unit/turns.cpp", "csrc/engine/program.cpp"]
 SOURCES += [f"csrc/engine/gpu/{name}.cpp" for name in ("batches", "turns")]
 OPERATIONS = ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all"]
@@ -23,11 +20,8 @@ Batches = dict[tuple[int, int], list[list[int]]]  # of each rank and channel: th
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    path = tmp_path_factory.mktemp("turns") / "turns.so"
-    flags = ["-std=c++20", "-O1", *WARNINGS, "-Icsrc", "-shared", "-fPIC"]
-    subprocess.run(["c++", *flags, *SOURCES, "-o", path], cwd=ROOT, check=True)
-    return ctypes.CDLL(str(path))
+def library() -> Any:
+    return ctypes.CDLL(str(build.build(build.ROOT / "build/stand_in", {"turns.so": SOURCES}) / "turns.so"))
 
 
 def places(plan: Plan, root: int) -> Iterator[Place]:

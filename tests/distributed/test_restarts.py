@@ -134,13 +134,18 @@ def points(size: int, by_hosts: bool) -> list[list[str]]:
 
 
 def trials(size: int, by_hosts: bool, every: int = 1) -> Iterator[Victims]:
-    """Each rank alone at each point, and each with the next rank: at the same share of its way, and at its first."""
+    """Each rank alone at each point, and each with the next rank: at the same share of its way, and at its first.
+
+    Where some of these are the same, as for a rank that is at its first point itself, they are one trial.
+    """
     met = [len(each) for each in points(size, by_hosts)]
+    given: list[Victims] = []
     for rank, point in itertools.chain.from_iterable(((r, p) for p in range(0, met[r], every)) for r in range(size)):
         other = (rank + 1) % size
-        yield {rank: point}
-        yield {rank: point, other: point * met[other] // met[rank]}
-        yield {rank: point, other: 0}
+        for victims in ({rank: point}, {rank: point, other: point * met[other] // met[rank]}, {rank: point, other: 0}):
+            if victims not in given:
+                given.append(victims)
+                yield victims
 
 
 @pytest.mark.parametrize("by_hosts", [False, True])

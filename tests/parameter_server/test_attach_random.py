@@ -365,13 +365,5 @@ def programs(draw: st.DrawFn) -> Program:
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(programs())
-def test_many_more_as_one_process_or_an_error(program: Program) -> None:
-    check(program)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
-@given(programs())
 def test_as_one_process_or_an_error(program: Program) -> None:
     check(program)

@@ -20,6 +20,8 @@ std::vector<Program> bind_all(int operation, const std::int32_t* lowered, std::s
 
 }  // namespace
 
+#pragma GCC visibility push(default)
+
 // Fills `batches` with the number of every step's batch: for each rank, channel and step of the plan that
 // ringreduce.plan.lower made `lowered` of.
 extern "C" void batches_of_steps(int operation, const std::int32_t* lowered, std::size_t words, int size, int root,
@@ -64,3 +66,5 @@ extern "C" int order_of_batches(int operation, const std::int32_t* lowered, std:
     return -1;
   }
 }
+
+#pragma GCC visibility pop
