@@ -119,10 +119,10 @@ class BoundCall {
   std::size_t element_;  // bytes
   std::size_t slice_bytes_, spread_bytes_;
   Packing packing_;
-  bool in_place_;  // the one input is the one output
-  bool scaled_;    // inputs are multiplied by the call's factor
-  bool may_lend_;
-  bool fetched_;         // values outside of the arena are lent too
+  bool in_place_;        // the one input is the one output
+  bool scaled_;          // inputs are multiplied by the call's factor
+  bool may_lend_;        // values outside of the arena may be lent,
+  bool fetched_;         // and are
   bool offers_ = false;  // chunks are lent to be returned
   bool outgrows_caches_;
   std::uint64_t withdrawals_;

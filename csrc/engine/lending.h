@@ -9,25 +9,27 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
+#include <map>
+#include <utility>
 
 #include "core/clock.h"
+#include "engine/call.h"
 
 namespace ringreduce {
 
 class Lending {
  public:
-  // Whether the next call lends, over values of `bytes`.
-  bool lends(std::size_t bytes) const {
-    const OfSize& it = sizes_[index(bytes)];
+  // Whether the next call of `operation` lends, over values of `bytes`.
+  bool lends(Operation operation, std::size_t bytes) {
+    const Kind& it = kinds_[{operation, std::bit_width(bytes)}];
     const bool tries = it.calls < kFirstTrials || it.calls % kTrialEvery < 2;
     return tries ? it.calls % 2 == 0 : it.lent.least() <= it.copied.least();
   }
 
   // For how long that call has moved data on this rank, apart from waiting. All ranks make the same calls in the same
   // order, so they count alike.
-  void note(std::size_t bytes, bool lent, Nanoseconds spent) {
-    OfSize& it = sizes_[index(bytes)];
+  void note(Operation operation, std::size_t bytes, bool lent, Nanoseconds spent) {
+    Kind& it = kinds_[{operation, std::bit_width(bytes)}];
     (lent ? it.lent : it.copied).add(spent);
     ++it.calls;
   }
@@ -49,13 +51,12 @@ class Lending {
     std::array<Nanoseconds, kKept> spent_;
     std::size_t next_ = 0;
   };
-  struct OfSize {
+  struct Kind {
     std::uint64_t calls = 0;
     Latest lent, copied;
   };
-  static std::size_t index(std::size_t bytes) { return static_cast<std::size_t>(std::bit_width(bytes)); }
 
-  std::array<OfSize, std::numeric_limits<std::size_t>::digits + 1> sizes_;
+  std::map<std::pair<Operation, int>, Kind> kinds_;  // by the operation, and the size up to a factor of two
 };
 
 }  // namespace ringreduce

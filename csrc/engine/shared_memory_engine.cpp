@@ -54,7 +54,7 @@ int SharedMemoryEngine::reporter() const { return team_->fate().reporter(); }
 const BoundCall& SharedMemoryEngine::bind(const Call& call, const Buffers& buffers) {
   if (std::exchange(choices_bound_, choices_made()) != choices_made()) bound_.clear();
   const std::size_t bytes = bytes_of(call);
-  const bool lends = bytes < options().least_fetch_bytes || lending_.lends(bytes);
+  const bool lends = bytes < options().least_fetch_bytes || lending_.lends(call.operation, bytes);
   for (const BoundCall& known : bound_)
     if (known.serves(call, buffers, lends)) return known;
   check(call, size());
@@ -150,7 +150,7 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
       throw;
     }
     execution.finish();
-    if (bound.may_lend()) lending_.note(bytes_of(call), bound.opens_memory(), execution.moved_for());
+    if (bound.may_lend()) lending_.note(call.operation, bytes_of(call), bound.opens_memory(), execution.moved_for());
   } catch (const Error& error) {
     fail(error);
     team_->fate().throw_if_aborted();  // the group's first error, which need not be this one

@@ -43,11 +43,11 @@ class SharedMemoryEngine final : public Engine {
 
   const std::shared_ptr<Team> team_;
   Workspace workspace_;
-  std::uint64_t history_ = 0;    // the fingerprint of the latest call
-  std::deque<BoundCall> bound_;  // the latest kBound calls that differ, the newest first
-  int choices_bound_ = 0;        // what choices_made() was when they were bound
-  const std::uint64_t number_;   // among the engines of this process
-  Lending lending_;
+  std::uint64_t history_ = 0;        // the fingerprint of the latest call
+  std::deque<BoundCall> bound_;      // the latest kBound calls that differ, the newest first
+  int choices_bound_ = 0;            // what choices_made() was when they were bound
+  const std::uint64_t number_;       // among the engines of this process
+  Lending lending_;                  // of tensors outside of the arena
   std::set<const Program*> linked_;  // whose peers on other hosts have been reached
   Placement placement_;
 };
