@@ -119,7 +119,9 @@ class Options:
     )
     slices: int = _knob(4, (1, 1024), "slices that a chunk is cut in, if they are not too small or too large")
     least_slice_bytes: int = _knob(0, (0, 1024**3), "the smallest size of a slice (default: depends on `fetch`)")
-    fetch: int = _knob(1, (0, 1), "1: ranks read one another's tensors where they are; 0: through copies")
+    fetch: int = _knob(
+        1, (0, 1), "1: ranks read one another's tensors where they are, if that is faster; 0: through copies"
+    )
     least_fetch_bytes: int = _knob(0, (0, 1024**3), "smaller slices are copied (default: by ranks per core)")
     most_fetch_bytes: int = _knob(
         0,

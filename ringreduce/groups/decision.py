@@ -37,7 +37,7 @@ class Decision:
     most_fetch: int = MOST_FETCH
     """See `tuning.most_fetch`."""
     spread: int = 0
-    """See `tuning.spread`."""
+    """Each rank's part of `tuning.spread`."""
 
     @property
     def channels(self) -> int:

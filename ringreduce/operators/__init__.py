@@ -73,7 +73,7 @@ def reduce_scatter(op: Op, output: Given, inputs: Sequence[Given], group: Group,
             f"input_list is {shown(inputs)}; it must be a list with what goes to each of the {size} ranks"
         )
     blocks = [rows_of(op, f"input_list[{r}]", each) for r, each in enumerate(inputs)]
-    own = rows_of(op, "output", output)
+    own = rows_of(op, "output", output, result=True)
     sizes = ", ".join(str(each[0].count) for each in blocks)
     call = Call(f"reduce_scatter of blocks of {sizes} elements", op, group, async_op, blocks[0], None, counted=False)
     check_alike(own, blocks[call.rank], "output", f"input_list[{call.rank}]")
@@ -94,7 +94,7 @@ def reduce_scatter(op: Op, output: Given, inputs: Sequence[Given], group: Group,
 
 def reduce_scatter_single(op: Op, output: Given, input: Given, group: Group, async_op: bool) -> Work:
     size = backend_of(group).size()
-    whole, own = rows_of(op, "input", input), rows_of(op, "output", output)
+    whole, own = rows_of(op, "input", input), rows_of(op, "output", output, result=True)
     if whole[0].count != own[0].count * size:
         raise InvalidArgument(
             f"input has {whole[0].count} elements and output {own[0].count}; input must have {size} times as many, "

@@ -6,6 +6,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -56,7 +57,7 @@ class Call:
         self.op, self.group, self.sources = op, group, sources
         self.targets = sources
         if out is not None:
-            self.targets = rows_of(op, "out", out)
+            self.targets = rows_of(op, "out", out, result=True)
             check_alike(self.targets, sources, "out", "tensor")
             for target, source in zip(self.targets, sources, strict=True):
                 if target.shape != source.shape:
@@ -73,8 +74,12 @@ class Call:
         checked = " with check=True" if op.check else ""
         self.what = f"{what} by operator {op.name!r}{checked} on {number}{elements}"
         self.row_bytes = sum(each.elements.row_bytes for each in sources)
-        native = op.native.function(op.name, sources[0].elements) if op.native else None
-        self.function: Callable[[Any, Any], Any] = native or cast(Any, op.function)
+
+    @cached_property
+    def function(self) -> Callable[[Any, Any], Any]:
+        """What combines outside of the engine."""
+        native = self.op.native.function(self.op.name, self.sources[0].elements) if self.op.native else None
+        return native or cast(Any, self.op.function)
 
     def all_reduced(self) -> bool:
         """Has the engine make an all_reduce; False, with nothing done, where it cannot."""

@@ -26,11 +26,18 @@ class Native:
     """What combines without Python: a kernel of the library, or a function of the user's in machine code.
 
     `make(elements, **identity)` gives what the engine takes for such elements, or None where there is nothing. `kind`
-    is what ranks must agree on apart from the operator's name, and `failure` what it means that it fails.
+    is what ranks must agree on apart from the operator's name, and `failure` what it means that it fails. `prepare`
+    brings the records of a rank in the order that is needed.
     """
 
-    def __init__(self, make: Callable[..., _C.Operator | None], kind: str = "", failure: str = "") -> None:
-        self._make, self._kind, self._failure = make, kind, failure
+    def __init__(
+        self,
+        make: Callable[..., _C.Operator | None],
+        kind: str = "",
+        failure: str = "",
+        prepare: Callable[[np.ndarray[Any, Any]], None] | None = None,
+    ) -> None:
+        self._make, self._kind, self._failure, self.prepare = make, kind, failure, prepare
         self._operators: dict[str, _C.Operator | None] = {}
         self._by_dtype: dict[Any, _C.Operator] = {}  # for tensors whose elements are numbers of torch
 

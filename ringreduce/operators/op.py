@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -56,8 +55,6 @@ class Op:
         """The dtype of elements, where the operator takes no other."""
         self.packs = packs
         """Whether a tuple of tensors is combined as records, of which each tensor is a field."""
-        self.prepare: Callable[[np.ndarray[Any, Any]], None] | None = None
-        """What brings the records of a call in the order that `native` needs."""
 
     def __repr__(self) -> str:
         return f"ringreduce.Op({self.name!r})"
@@ -201,9 +198,7 @@ class Op:
         if not isinstance(largest, bool):
             raise InvalidArgument(f"largest is {largest!r:.60}; it must be True or False")
         native = records.first_k_of("top_k", k, largest)
-        op = _on_records(f"top_k({k}, largest={largest})", native, shape=(k,))
-        op.prepare = functools.partial(records.sort_lists, highest=largest)
-        return op
+        return _on_records(f"top_k({k}, largest={largest})", native, shape=(k,))
 
     @staticmethod
     def welford() -> Op:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, cast
 
 import numpy as np
@@ -14,7 +15,8 @@ from ringreduce.operators.elements import Elements, Shape
 Field = tuple[str, int]
 """Its dtype, and its offset in its record in bytes."""
 
-KEYS = ("float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
+FLOATS = ("float32", "float64")
+KEYS = (*FLOATS, "int8", "int16", "int32", "int64", "uint8", "bool")
 INDICES = ("int32", "int64")
 
 
@@ -35,7 +37,7 @@ def first_of(what: str, key: str | int, highest: bool, indexed: bool) -> Native:
 
 
 def first_k_of(what: str, k: int, highest: bool) -> Native:
-    """The k highest or lowest of two lists, which are in this order."""
+    """The k highest or lowest of two lists."""
 
     def make(elements: Elements, **identity: Any) -> _C.Operator:
         names = _names(what, elements, 2, exactly=True)
@@ -43,12 +45,12 @@ def first_k_of(what: str, k: int, highest: bool) -> Native:
         index = _field(f"the index of {what}", elements, names[1], INDICES, (k,))
         return _C.Operator.first_k_of(key=key, index=index, highest=highest, k=k, **identity)
 
-    return Native(make)
+    return Native(make, prepare=functools.partial(_sort_lists, highest=highest))
 
 
-def sort_lists(records: np.ndarray[Any, Any], highest: bool) -> None:
-    """Brings the lists of all records in the order that `first_k_of` needs: the first ones of torch.topk are in any
-    order where values are equal, and NaN is not always the first."""
+def _sort_lists(records: np.ndarray[Any, Any], highest: bool) -> None:
+    """Brings the lists of all records in order: those of torch.topk are in any where values are equal, and NaN is not
+    always the first."""
     keys, indices = (records[name] for name in records.dtype.names or ())
     flipped = keys if not highest else -keys if keys.dtype.kind == "f" else ~keys
     order = np.lexsort((indices, flipped, ~np.isnan(keys)))
@@ -64,7 +66,7 @@ def moments(what: str) -> Native:
         names = _names(what, elements, 3, exactly=True)
         parts = ("size", "mean", "sum of squares")
         found = [
-            _field(f"the {part} of {what}", elements, name, KEYS[:2]) for part, name in zip(parts, names, strict=True)
+            _field(f"the {part} of {what}", elements, name, FLOATS) for part, name in zip(parts, names, strict=True)
         ]
         dtype, width = found[0][0], np.dtype(found[0][0]).itemsize
         if found != [(dtype, 0), (dtype, width), (dtype, 2 * width)] or elements.row_bytes != 3 * width:

@@ -12,6 +12,7 @@ import torch
 
 from ringreduce.errors import InvalidArgument
 from ringreduce.groups.tensors import from_numpy
+from ringreduce.operators.combiners import Native
 from ringreduce.operators.elements import Elements, Shape, torch_has
 from ringreduce.operators.op import Op
 
@@ -136,11 +137,11 @@ def _column(name: str, part: Rows, widens: bool) -> np.ndarray[Any, Any]:
         raise InvalidArgument(f"{name} has dtype {part.elements.name}, which no record can hold") from None
 
 
-def rows_of(op: Op, name: str, given: Given) -> list[Rows]:
-    """The tensors that a call was given as one value."""
+def rows_of(op: Op, name: str, given: Given, result: bool = False) -> list[Rows]:
+    """The tensors that a call was given as one value, or for one `result`."""
     several = isinstance(given, Sequence)
     if op.packs:
-        return [_records_of(op, name, given)]
+        return [_records_of(op, name, given, result)]
     tensors = list(given) if several else [given]
     if len(tensors) != len(op.elements) or (several and len(tensors) == 1):
         wanted = "one array" if len(op.elements) == 1 else f"a tuple of {len(op.elements)} arrays"
@@ -157,17 +158,17 @@ def rows_of(op: Op, name: str, given: Given) -> list[Rows]:
     return found
 
 
-def _records_of(op: Op, name: str, given: Given) -> Rows:
+def _records_of(op: Op, name: str, given: Given, result: bool) -> Rows:
     rows = _packed(op, name, given) if isinstance(given, Sequence) else Rows(name, given, ())
     _check_elements(op, name, rows)
+    native = cast(Native, op.native)  # what takes tuples has no function in Python
     try:
-        if op.native is not None:
-            op.native.operator(op.name, rows.elements)
+        native.operator(op.name, rows.elements)
     except InvalidArgument as error:
         raise InvalidArgument(f"{name} cannot be combined: {error}") from None
-    if op.prepare is not None:
+    if native.prepare is not None and not result:
         rows.rows = rows.rows.clone()
-        op.prepare(rows.elements.operand(rows.rows))
+        native.prepare(rows.elements.operand(rows.rows))
     return rows
 
 

@@ -20,7 +20,7 @@ std::vector<Program> bind_all(int operation, const std::int32_t* lowered, std::s
 
 }  // namespace
 
-#pragma GCC visibility push(default)
+#pragma GCC visibility push(default)  // for ctypes
 
 // Fills `batches` with the number of every step's batch: for each rank, channel and step of the plan that
 // ringreduce.plan.lower made `lowered` of.
