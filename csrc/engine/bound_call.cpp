@@ -27,7 +27,7 @@ bool BoundCall::same(const std::vector<Block>& known, const Tensors& tensors) {
 }
 
 BoundCall::BoundCall(const Team& team, const Program& program, const Call& call, const Buffers& buffers,
-                     std::size_t slice_bytes, const Engine::Options& options, bool lends)
+                     std::size_t slice_bytes, const Engine::Options& options, Way way)
     : team_(&team),
       program_(&program),
       call_(call),
@@ -39,6 +39,7 @@ BoundCall::BoundCall(const Team& team, const Program& program, const Call& call,
       packing_(packs(call, program) ? call.packing : Packing::none),
       in_place_(inputs_.size() == 1 && outputs_.size() == 1 && inputs_[0].data == outputs_[0].data),
       scaled_(reduces(call.operation) && call.reduce_op == ReduceOp::premul_sum),
+      asked_(way),
       withdrawals_(team.withdrawals()),  // before anybody asks what is in the arena
       in_arena_(in_arena()) {
   std::size_t written = 0;
@@ -49,32 +50,33 @@ BoundCall::BoundCall(const Team& team, const Program& program, const Call& call,
   outgrows_caches_ = written >= options.stream_bytes && fits_scratch;
 
   bool worth_fetching = team.opens_memory() && fits_scratch;
+  may_stream_ = team.size() > 1 && fits_scratch;
   for (const ChannelProgram& channel : program.channels) {
     const std::size_t unit = unit_of(element_);
     const std::size_t largest =
         largest_chunk(stripe(call.largest, channel.share, unit), channel.chunks, unit) * element_;
     worth_fetching &= lesser(largest, slice_bytes_) >= options.least_fetch_bytes;
-    // Only the root has something to give, or to take. In several rounds it can copy while the others read.
-    worth_fetching &= !has_root(call.operation) || largest <= slice_bytes_;
+    // Only the root has something to give, or to take. While it copies, the others read.
+    worth_fetching &= !has_root(call.operation);
+    may_stream_ &= lesser(largest, slice_bytes_) >= kLeastStreamed;
     channels_.push_back({std::max<std::size_t>(1, ceil_div(largest, slice_bytes_)), {}});
   }
   const bool combined = reduces(call.operation) && in_place_ && !scaled_;
   // Beyond the caches, ordinary loads and stores are faster than the kernel's.
   const bool kernel_is_faster = combined ? team.size() == 2 || written <= options.most_fetch_bytes : !outgrows_caches_;
   may_lend_ = worth_fetching && kernel_is_faster;
-  fetched_ = may_lend_ && lends;
-  offers_ = combined && (fetched_ || team.in_arena(outputs_[0].data, outputs_[0].count * element_));
+  offers_ = combined && (opens_memory() || team.in_arena(outputs_[0].data, outputs_[0].count * element_));
 
   for (std::size_t c = 0; c < channels_.size(); ++c)
     for (const Step& step : program.channels[c].steps)
       channels_[c].steps.push_back(bind(team, program.channels[c], step));
 }
 
-bool BoundCall::serves(const Call& call, const Buffers& buffers, bool lends) const {
+bool BoundCall::serves(const Call& call, const Buffers& buffers, Way way) const {
   return call_.operation == call.operation && call_.dtype == call.dtype && call_.reduce_op == call.reduce_op &&
          call_.root == call.root && call_.packing == call.packing && call_.count == call.count &&
          call_.largest == call.largest && call_.shape == call.shape && withdrawals_ == team_->withdrawals() &&
-         (!may_lend_ || (fetched_ == lends && team_->opens_memory())) && same(inputs_, buffers.input) &&
+         (!has_choice() || asked_ == way) && (!may_lend_ || team_->opens_memory()) && same(inputs_, buffers.input) &&
          same(outputs_, buffers.output);
 }
 
@@ -127,7 +129,7 @@ void BoundCall::lend(const Team& team, BoundStep& bound) const {
   const auto can_lend = [&](const Bytes& bytes) {
     // A value that only leaves this host is sent from where it lies. For several readers of this host the kernel
     // would copy several times, so they read one copy in a slot instead.
-    return !bound.stays || team.in_arena(bytes.data, bytes.size) || (fetched_ && step.send.size() == 1);
+    return !bound.stays || team.in_arena(bytes.data, bytes.size) || (opens_memory() && step.send.size() == 1);
   };
   const bool writes = step.write_position >= 0;
   const bool unchanged = step.recv.empty() && !bound.scaled;  // what is sent is what was read

@@ -21,6 +21,7 @@
 
 #include "engine/engine.h"
 #include "engine/program.h"
+#include "engine/ways.h"
 #include "transport/team.h"
 
 namespace ringreduce {
@@ -70,22 +71,24 @@ struct BoundChannel {
 class BoundCall {
  public:
   // `team` and `program` must outlive this object. `slice_bytes`: the most that a slice may hold, a multiple of 64 and
-  // at most a slot. `lends`: tensors outside of the arena are lent where that may be faster than copies.
+  // at most a slot. `way`: how values from outside of the arena are passed on, where there is a choice.
   BoundCall(const Team& team, const Program& program, const Call& call, const Buffers& buffers, std::size_t slice_bytes,
-            const Engine::Options& options, bool lends);
+            const Engine::Options& options, Way way);
 
   // Whether this is what the constructor would make of that call on those tensors.
-  bool serves(const Call& call, const Buffers& buffers, bool lends) const;
-  // Whether that depends on `lends`.
-  bool may_lend() const { return may_lend_; }
+  bool serves(const Call& call, const Buffers& buffers, Way way) const;
+  // Whether that depends on `way`.
+  bool has_choice() const { return may_lend_ || may_stream_; }
 
   const Program& program() const { return *program_; }
   const std::vector<BoundChannel>& channels() const { return channels_; }
   std::size_t slice_bytes() const { return slice_bytes_; }
   std::size_t spread_bytes() const { return spread_bytes_; }
   Packing packing() const { return packing_; }
+  // The way that it has taken.
+  Way way() const { return asked_ == Way::lend ? may_lend_ ? Way::lend : Way::copy : may_stream_ ? asked_ : Way::copy; }
   // Whether anything may be lent from outside of the arena.
-  bool opens_memory() const { return fetched_; }
+  bool opens_memory() const { return way() == Way::lend; }
   // Team::withdrawals() when it was bound, and whether all that was in the arena then still is.
   std::uint64_t withdrawals() const { return withdrawals_; }
   bool still_shared() const;
@@ -119,10 +122,10 @@ class BoundCall {
   std::size_t element_;  // bytes
   std::size_t slice_bytes_, spread_bytes_;
   Packing packing_;
-  bool in_place_;        // the one input is the one output
-  bool scaled_;          // inputs are multiplied by the call's factor
-  bool may_lend_;        // values outside of the arena may be lent,
-  bool fetched_;         // and are
+  bool in_place_;  // the one input is the one output
+  bool scaled_;    // inputs are multiplied by the call's factor
+  Way asked_;
+  bool may_lend_, may_stream_;
   bool offers_ = false;  // chunks are lent to be returned
   bool outgrows_caches_;
   std::uint64_t withdrawals_;

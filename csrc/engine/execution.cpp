@@ -27,14 +27,15 @@ constexpr std::size_t kLeastSpread = 4096;
 }  // namespace
 
 Execution::Execution(Team& team, const BoundCall& bound, Workspace& workspace, const Call& call,
-                     std::uint64_t fingerprint, std::byte* rests)
+                     std::uint64_t fingerprint, std::byte* rests, bool timed)
     : team_(team),
       bound_(bound),
       call_(call),
       work_(workspace),
       fingerprint_(fingerprint),
       element_(call.element_bytes()),
-      rests_(rests) {
+      rests_(rests),
+      timed_(timed) {
   for (std::size_t c = 0; c < bound.channels().size(); ++c) {
     work_.channels[c].oldest = 0;
     work_.channels[c].rounds.fill({});
@@ -103,10 +104,12 @@ bool Execution::try_step(const At& at) {
   const std::byte* const lent = choose_results(step, value, outgoing);
   if (value.bytes > 0 && !work_.results.empty()) {
     const auto* const made = value.output != nullptr ? value.output : static_cast<std::byte*>(work_.results[0]);
-    const Nanoseconds begin = bound_.may_lend() ? now() : 0;
-    if (!compute(at, step, value, step.streamed)) return false;
-    if (bound_.may_lend()) moved_for_ += now() - begin;
-    if (value.kept && outgoing != nullptr && lent == nullptr && made != value.room)
+    const bool slot_follows = value.streamed && work_.results.back() != value.room;
+    const Nanoseconds begin = timed_ ? now() : 0;
+    if (!compute(at, step, value, value.streamed ? !slot_follows : step.streamed)) return false;
+    if (slot_follows) kernels::stream(value.room, made, value.bytes);
+    if (timed_) moved_for_ += now() - begin;
+    if (value.kept && outgoing != nullptr && lent == nullptr && made != value.room && !slot_follows)
       std::copy_n(made, value.bytes, value.room);
   }
   if (value.failed != 0) failed_ = value.failed;
@@ -204,7 +207,7 @@ std::size_t Execution::offset_in_slot(std::uint64_t seq, std::size_t bytes) cons
 }
 
 // Completes the list of places where the value goes. Returns where it is lent, or null.
-const std::byte* Execution::choose_results(const BoundStep& step, const Value& value, SlotHeader* outgoing) {
+const std::byte* Execution::choose_results(const BoundStep& step, Value& value, SlotHeader* outgoing) {
   const std::byte* lent = nullptr;
   // If every receiver gets the value written back to where it lent its own, nobody reads the slot. A value that is
   // written to another process must lie in this one first, though.
@@ -213,7 +216,11 @@ const std::byte* Execution::choose_results(const BoundStep& step, const Value& v
   if (outgoing != nullptr && value.bytes > 0 && !all_returned) {
     if (step.lends == BoundStep::Lends::local) lent = value.local;
     if (step.lends == BoundStep::Lends::output) lent = value.output;
-    if (lent == nullptr) work_.results.push_back(value.room);
+    // Past the caches goes what one place gets at a time: the slot comes after the output.
+    const bool written = value.output != nullptr && !value.there_already;
+    value.streamed = lent == nullptr && bound_.way() == Way::stream && !step.leaves &&
+                     value.bytes >= kLeastStreamed && (written || work_.results.empty());
+    if (lent == nullptr && !(value.streamed && written)) work_.results.push_back(value.room);
   }
   if (value.output != nullptr && !value.there_already) work_.results.push_back(value.output);
   return lent;

@@ -68,10 +68,10 @@ struct Workspace {
 
 class Execution {
  public:
-  // `fingerprint` is that of this call. `rests`: see Feedback; null without. The other arguments must outlive this
-  // object.
+  // `fingerprint` is that of this call. `rests`: see Feedback; null without. `timed`: moved_for() will be asked for. The
+  // other arguments must outlive this object.
   Execution(Team& team, const BoundCall& bound, Workspace& workspace, const Call& call, std::uint64_t fingerprint,
-            std::byte* rests);
+            std::byte* rests, bool timed);
 
   // Moves whatever can move; returns whether anything did. Throws mismatch if a peer's data belongs to another call.
   bool advance();
@@ -83,7 +83,7 @@ class Execution {
   // Whether anything went to other hosts. What they are sent must have left this process before the call may end.
   bool sends_away() const { return sends_away_; }
   std::uint64_t lent() const { return lent_; }  // bytes
-  // For how long this rank has moved data, apart from waiting; only where the call may lend.
+  // For how long this rank has moved data, apart from waiting.
   Nanoseconds moved_for() const { return moved_for_; }
   // After done(): a rank whose operator of the user's own failed on what this rank got or sent; -1: none.
   int failed_on() const { return static_cast<int>(failed_) - 1; }
@@ -115,6 +115,7 @@ class Execution {
     std::byte* room = nullptr;   // in the slot of a step that sends
     std::size_t returned = 0;    // to how many peers it is written back
     bool there_already = false;  // a peer has written it where this rank had lent the chunk
+    bool streamed = false;       // it goes to `room` past the caches
     bool kept = false;           // it could not be written back to all of them
     std::uint32_t failed = 0;    // see SlotHeader
   };
@@ -124,7 +125,7 @@ class Execution {
   bool find_operands(const At& at, const BoundStep& step, Value& value);
   void take(const BoundStep& step, const Source& source, const SlotHeader& slot, Value& value);
   std::size_t offset_in_slot(std::uint64_t seq, std::size_t bytes) const;
-  const std::byte* choose_results(const BoundStep& step, const Value& value, SlotHeader* outgoing);
+  const std::byte* choose_results(const BoundStep& step, Value& value, SlotHeader* outgoing);
   void publish(const At& at, const BoundStep& step, const Value& value, const std::byte* lent);
   void acknowledge(const At& at, const BoundStep& step);
 
@@ -150,6 +151,7 @@ class Execution {
   const std::uint64_t fingerprint_;
   const std::size_t element_;  // bytes
   std::byte* const rests_;
+  const bool timed_;
   std::uint64_t lent_ = 0;
   Nanoseconds moved_for_ = 0;
   std::uint32_t failed_ = 0;  // 1 + failed_on()

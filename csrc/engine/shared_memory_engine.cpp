@@ -51,26 +51,24 @@ SharedMemoryEngine::SharedMemoryEngine(std::shared_ptr<Team> team, const Options
 int SharedMemoryEngine::reporter() const { return team_->fate().reporter(); }
 
 // The call bound to its tensors: one of the latest calls, if it was the same.
-const BoundCall& SharedMemoryEngine::bind(const Call& call, const Buffers& buffers) {
+const BoundCall& SharedMemoryEngine::bind(const Call& call, const Buffers& buffers, Way way) {
   if (std::exchange(choices_bound_, choices_made()) != choices_made()) bound_.clear();
-  const std::size_t bytes = bytes_of(call);
-  const bool lends = bytes < options().least_fetch_bytes || lending_.lends(call.operation, bytes);
   for (const BoundCall& known : bound_)
-    if (known.serves(call, buffers, lends)) return known;
+    if (known.serves(call, buffers, way)) return known;
   check(call, size());
   const Choice& choice = choice_for(call);
   const Program& program = program_for(call, choice.plan);
   if (bound_.size() == kBound) bound_.pop_back();
   bound_.emplace_front(*team_, program, call, buffers, slice_bytes(call, program, choice.slice_bytes), options(),
-                       lends);
+                       way);
   return bound_.front();
 }
 
 // Binds the call. An error other than wrong arguments happens on this rank alone, so it breaks the group: the others
 // must not wait for this rank.
-const BoundCall& SharedMemoryEngine::bind_or_abort(const Call& call, const Buffers& buffers) {
+const BoundCall& SharedMemoryEngine::bind_or_abort(const Call& call, const Buffers& buffers, Way way) {
   try {
-    return bind(call, buffers);
+    return bind(call, buffers, way);
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::invalid_argument) team_->fate().abort(error);
     throw;
@@ -79,7 +77,10 @@ const BoundCall& SharedMemoryEngine::bind_or_abort(const Call& call, const Buffe
 
 Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
   team_->fate().throw_if_aborted();
-  const BoundCall& bound = bind_or_abort(call, buffers);
+  const std::size_t bytes = bytes_of(call);
+  const auto [way, timed_if_chosen] =
+      bytes < kLeastStreamed ? Ways::Next{Way::copy, false} : ways_.next(call.operation, bytes);
+  const BoundCall& bound = bind_or_abort(call, buffers, way);
   const Program& program = bound.program();
   placement_.settle();
 
@@ -98,8 +99,9 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
                                                                        static_cast<std::uint64_t>(call.packing));
   // If the call fails they are lost: they would be those of some of its values only.
   std::vector<float> rests = feeds_back ? call.feedback->take(rounding, call.count) : std::vector<float>();
+  const bool timed = timed_if_chosen && bound.has_choice();
   Execution execution(*team_, bound, workspace_, call, id,
-                      feeds_back ? reinterpret_cast<std::byte*>(rests.data()) : nullptr);
+                      feeds_back ? reinterpret_cast<std::byte*>(rests.data()) : nullptr, timed);
   const auto fail = [&](const Error& error) {
     team_->fate().abort(error);  // first, so that a peer that fails because of what follows finds the reason
     team_->fate().fail(seq);
@@ -150,7 +152,7 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
       throw;
     }
     execution.finish();
-    if (bound.may_lend()) lending_.note(call.operation, bytes_of(call), bound.opens_memory(), execution.moved_for());
+    if (timed) ways_.note(call.operation, bytes, bound.way(), execution.moved_for());
   } catch (const Error& error) {
     fail(error);
     team_->fate().throw_if_aborted();  // the group's first error, which need not be this one

@@ -8,8 +8,8 @@
 
 #include "engine/engine.h"
 #include "engine/execution.h"
-#include "engine/lending.h"
 #include "engine/placement.h"
+#include "engine/ways.h"
 
 namespace ringreduce {
 
@@ -28,10 +28,10 @@ class SharedMemoryEngine final : public Engine {
   int kept_waiting_by(int peer) const override;
 
  private:
-  static constexpr std::size_t kBound = 16;
+  static constexpr std::size_t kBound = 24;
 
-  const BoundCall& bind(const Call& call, const Buffers& buffers);
-  const BoundCall& bind_or_abort(const Call& call, const Buffers& buffers);
+  const BoundCall& bind(const Call& call, const Buffers& buffers, Way way);
+  const BoundCall& bind_or_abort(const Call& call, const Buffers& buffers, Way way);
   void reach(const Call& call, const Program& program, const std::string& what);
   void look(const Call& call, std::uint64_t seq, const Execution& execution, Nanoseconds waited) const;
   int gpu_waiting_for(int rank) const;
@@ -47,7 +47,7 @@ class SharedMemoryEngine final : public Engine {
   std::deque<BoundCall> bound_;      // the latest kBound calls that differ, the newest first
   int choices_bound_ = 0;            // what choices_made() was when they were bound
   const std::uint64_t number_;       // among the engines of this process
-  Lending lending_;                  // of tensors outside of the arena
+  Ways ways_;                        // in which values from outside of the arena are passed on
   std::set<const Program*> linked_;  // whose peers on other hosts have been reached
   Placement placement_;
 };

@@ -1,4 +1,4 @@
-"""Ranks read one another's ordinary tensors where they are, if all of them can; results are as with copies."""
+"""Ranks lend one another their ordinary tensors, if all of them can, or copy them, or store them past the caches."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from ringreduce.tuning import fetches
 
 KERNEL_LETS = fetches(ringreduce.Options(fetch=1))  # not with kernel.yama.ptrace_scope above 0, unless for root
 COUNTS = (1, 1000, 100_003)
+WAYS = 3  # which the first calls of each collective try in turn
 SMALL = {"least_fetch_bytes": 64, "channel_bytes": 256 * 1024, "least_slice_bytes": 4096}
 
 
@@ -77,7 +78,8 @@ def lent(me: Rank, options: dict[str, Any], reaches: bool = True) -> int:
     if not reaches:
         _C.can_access = lambda *key: False  # type: ignore[misc, assignment]
     with me.join(options=ringreduce.Options(**SMALL, **options)):
-        check_all(me)
+        for _ in range(WAYS):
+            check_all(me)
         return ringreduce.stats()[dist.group.WORLD.group_name]["all_reduce"].lent  # type: ignore[union-attr]
 
 
@@ -165,8 +167,8 @@ def loses(me: Rank, how: str, who: tuple[int, ...], options: dict[str, Any]) -> 
             check_all(me)
             over.fill_(waiting is not None and not waiting.is_alive())
             ringreduce.all_reduce(over)
-        for count in COUNTS:  # who has lost access finds out when a peer lends, as all do in 1 of 128 calls at least
-            for _ in range(130):
+        for count in COUNTS:  # who has lost access finds out when a peer lends, as all do in 1 of 384 calls at least
+            for _ in range(390):
                 ringreduce.all_reduce(torch.ones(count * me.size))
         before = all_reduce_lent()
         check_all(me)
@@ -182,7 +184,7 @@ def needs_root(how: str) -> None:
         pytest.skip("only root may become another user")
 
 
-# lending and copying in turn
+# all ways in turn
 
 
 def in_turn(me: Rank) -> None:
@@ -190,7 +192,7 @@ def in_turn(me: Rank) -> None:
         ranks = torch.arange(me.size, dtype=torch.float64)
         for size in (40_003, 700_001):
             lent = []
-            for call in range(140):  # which begin with trials of both, and end with others
+            for call in range(140):  # which begin with trials of all, and end with others
                 x, out = torch.full((size,), float(me.rank + call), dtype=torch.float64), None
                 before = all_reduce_lent() if call else 0
                 if call % 3 == 0:
@@ -203,11 +205,11 @@ def in_turn(me: Rank) -> None:
                 if call % 20 < 3:
                     ringreduce.all_gather_single(gathered, ranks[me.rank].expand(size).contiguous())
                     assert gathered.view(me.size, size).equal(ranks[:, None].expand(me.size, size))
-            assert not KERNEL_LETS or (min(lent[1:]) == 0 < max(lent[1:])), f"{size}: never one of both ways: {lent}"
+            assert not KERNEL_LETS or (min(lent[1:]) == 0 < max(lent[1:])), f"{size}: always or never lent: {lent}"
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_lend_and_copy_in_turn(size: int) -> None:
+def test_ranks_pass_values_on_in_all_ways_in_turn(size: int) -> None:
     run(in_turn, size)
 
 
