@@ -218,8 +218,8 @@ const std::byte* Execution::choose_results(const BoundStep& step, Value& value, 
     if (step.lends == BoundStep::Lends::output) lent = value.output;
     // Past the caches goes what one place gets at a time: the slot comes after the output.
     const bool written = value.output != nullptr && !value.there_already;
-    value.streamed = lent == nullptr && bound_.way() == Way::stream && !step.leaves &&
-                     value.bytes >= kLeastStreamed && (written || work_.results.empty());
+    value.streamed = lent == nullptr && bound_.way() == Way::stream && !step.leaves && value.bytes >= kLeastStreamed &&
+                     (written || work_.results.empty());
     if (lent == nullptr && !(value.streamed && written)) work_.results.push_back(value.room);
   }
   if (value.output != nullptr && !value.there_already) work_.results.push_back(value.output);

@@ -68,8 +68,8 @@ struct Workspace {
 
 class Execution {
  public:
-  // `fingerprint` is that of this call. `rests`: see Feedback; null without. `timed`: moved_for() will be asked for. The
-  // other arguments must outlive this object.
+  // `fingerprint` is that of this call. `rests`: see Feedback; null without. `timed`: moved_for() will be asked for.
+  // The other arguments must outlive this object.
   Execution(Team& team, const BoundCall& bound, Workspace& workspace, const Call& call, std::uint64_t fingerprint,
             std::byte* rests, bool timed);
 

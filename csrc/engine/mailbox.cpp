@@ -1,12 +1,15 @@
 #include "engine/mailbox.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <utility>
 
 #include "core/threads.h"
 #include "engine/history.h"
 #include "engine/wait.h"
+#include "engine/ways.h"
+#include "kernels/accumulate.h"
 #include "transport/links.h"
 
 namespace ringreduce {
@@ -263,11 +266,17 @@ bool Mailbox::send_some(int rank, Peer& peer) {
   if (peer.sent >= g.mailbox_depth && slot.consumed.load(std::memory_order_seq_cst) < peer.sent + 1 - g.mailbox_depth)
     return false;
   const std::size_t n = std::min<std::size_t>(m.bytes - m.moved, g.mailbox_slot_bytes);
+  if (const std::uint32_t timed = slot.timed; timed > 0 && timed <= kWays)
+    peer.ways[std::bit_width(slot.bytes)].note(timed - 1, slot.put + slot.taken);
+  slot.timed = 0;
   slot.message_bytes = m.bytes;
   slot.bytes = static_cast<std::uint32_t>(n);
   slot.dtype = static_cast<std::uint32_t>(m.dtype);
   slot.tag = m.tag;
-  if (n > 0) std::memcpy(slot.payload(), m.data + m.moved, n);
+  if (team_->elsewhere(rank) || n < kLeastStreamed)
+    std::copy_n(m.data + m.moved, n, slot.payload());
+  else
+    put(peer, slot, m.data + m.moved);
   slot.stamp.store(++peer.sent, std::memory_order_seq_cst);
   team_->peer(rank).message_filled(peer.sent - 1);
   m.moved += n;
@@ -276,6 +285,18 @@ bool Mailbox::send_some(int rank, Peer& peer) {
     peer.sends.pop_front();
   }
   return true;
+}
+
+void Mailbox::put(Peer& peer, MessageHeader& slot, const std::byte* from) {
+  const auto [way, timed] = peer.ways[std::bit_width(slot.bytes)].next();
+  const Nanoseconds begin = timed ? now() : 0;
+  if (way == 0)
+    std::copy_n(from, slot.bytes, slot.payload());
+  else
+    kernels::stream(slot.payload(), from, slot.bytes);
+  if (!timed) return;
+  slot.timed = static_cast<std::uint32_t>(1 + way);
+  slot.put = static_cast<std::uint32_t>(now() - begin);
 }
 
 bool Mailbox::wanted_from(int source) const {
@@ -342,7 +363,9 @@ bool Mailbox::receive_some(int rank, Peer& peer) {
   // Grows with what comes: how much was announced is the peer's word.
   if (!peer.arriving) arrival.aside.resize(arrival.moved + n);
   std::byte* to = peer.arriving ? (arrival.receive ? arrival.receive->data : nullptr) : arrival.aside.data();
+  const Nanoseconds begin = slot.timed > 0 ? now() : 0;
   if (to != nullptr && n > 0) std::memcpy(to + arrival.moved, slot.payload(), n);
+  if (slot.timed > 0) slot.taken = static_cast<std::uint32_t>(now() - begin);
   slot.consumed.store(++peer.received, std::memory_order_seq_cst);
   team_->peer(rank).message_read(peer.received - 1);
   arrival.moved += n;

@@ -20,6 +20,7 @@
 #include <exception>
 #include <functional>
 #include <list>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -27,6 +28,7 @@
 #include <vector>
 
 #include "core/error.h"
+#include "core/fastest.h"
 #include "core/types.h"
 #include "engine/patience.h"
 #include "transport/team.h"
@@ -70,6 +72,7 @@ class Mailbox {
   void stop(const Error& error);
 
  private:
+  static constexpr std::size_t kWays = 2;
   // A message that arrives: its remaining slots belong to it.
   struct Arrival {
     std::uint64_t tag = 0;
@@ -82,6 +85,8 @@ class Mailbox {
     bool here = false;
     std::uint64_t sent = 0, received = 0;  // slots
     std::deque<std::shared_ptr<Message>> sends;
+    // Through the caches or past them, by the bytes in a slot up to a factor of two.
+    std::map<int, Fastest<kWays>> ways;
     std::deque<Arrival> arrived;      // set aside, in order; the last may still be arriving
     std::optional<Arrival> arriving;  // into a receive
   };
@@ -89,6 +94,7 @@ class Mailbox {
   bool progress();
   void finish(std::vector<std::shared_ptr<Message>> finished);
   bool send_some(int rank, Peer& peer);
+  static void put(Peer& peer, MessageHeader& slot, const std::byte* from);
   bool receive_some(int rank, Peer& peer);
   bool deliver_set_aside(const std::shared_ptr<Message>& receive);
   std::shared_ptr<Message> take_receive(int source, std::uint64_t tag);

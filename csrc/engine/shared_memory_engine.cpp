@@ -59,8 +59,7 @@ const BoundCall& SharedMemoryEngine::bind(const Call& call, const Buffers& buffe
   const Choice& choice = choice_for(call);
   const Program& program = program_for(call, choice.plan);
   if (bound_.size() == kBound) bound_.pop_back();
-  bound_.emplace_front(*team_, program, call, buffers, slice_bytes(call, program, choice.slice_bytes), options(),
-                       way);
+  bound_.emplace_front(*team_, program, call, buffers, slice_bytes(call, program, choice.slice_bytes), options(), way);
   return bound_.front();
 }
 

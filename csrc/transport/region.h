@@ -1,5 +1,5 @@
-// A region: the memory that a rank shows to its peers. The rank writes it, except doorbells and `consumed`; peers read
-// it. It holds
+// A region: the memory that a rank shows to its peers. The rank writes it, except doorbells, `consumed` and `taken`;
+// peers read it. It holds
 //   - a control block: state, doorbells, progress, the latest calls;
 //   - per channel an outbox: `depth` slots, written once and read by every receiver (multicast);
 //   - per channel and writer the acknowledgements: which of the writer's slots this rank has consumed;
@@ -90,6 +90,8 @@ struct alignas(64) MessageHeader {
   std::uint32_t bytes;                  // of payload in this slot
   std::uint32_t dtype;
   std::uint64_t tag;
+  std::uint32_t timed;       // 1 + the way in which it was put here; 0: nobody asks
+  std::uint32_t put, taken;  // how long that took both sides, in nanoseconds
 
   std::byte* payload() { return reinterpret_cast<std::byte*>(this + 1); }
 };
