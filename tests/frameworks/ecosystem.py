@@ -346,6 +346,56 @@ def ray(way: str) -> None:
         print(*(path.name for path in Path(storage).glob("rank*")), sep="\n")
 
 
+def tune(way: str) -> None:
+    """Ray Tune: each trial is a Ray Train of two ranks, one after the other."""
+    import ray
+    from ray import tune
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer, prepare_model
+
+    rates = [0.01, 0.1]
+
+    def optimizer(rate: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
+        return lambda model: torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+
+    with tempfile.TemporaryDirectory() as storage:
+
+        def work(config: dict[str, float]) -> None:
+            net = network()
+            model = prepare_model(net)
+            seconds = train(model, optimizer(config["lr"])(net))
+            check_group(way)
+            close(model, trained_alone(RANKS, STEPS, optimizer(config["lr"])))
+            end = Path(storage, f"lr {config['lr']}, rank {dist.get_rank()} agrees after {seconds:.4f} s")
+            end.write_text(str(loss_of(model, *batch(STEPS, 0)).item()))
+
+        def trial(config: dict[str, float]) -> None:
+            trainer = TorchTrainer(
+                work,
+                train_loop_config=config,
+                torch_config=TorchConfig(backend=BACKENDS[way]),
+                scaling_config=ScalingConfig(num_workers=RANKS, resources_per_worker={"CPU": 1}),
+                run_config=RunConfig(storage_path=storage, name=f"lr {config['lr']}"),
+            )
+            trainer.fit()
+            (end,) = Path(storage).glob(f"lr {config['lr']}, rank 0*")
+            tune.report({"loss": float(end.read_text())})
+
+        ray.init(num_cpus=RANKS + 1, include_dashboard=False)
+        found = tune.Tuner(
+            trial,
+            param_space={"lr": tune.grid_search(rates)},
+            tune_config=tune.TuneConfig(metric="loss", mode="min", max_concurrent_trials=1),
+            run_config=tune.RunConfig(storage_path=storage),
+        ).fit()
+        ray.shutdown()
+        losses = {result.config["lr"]: result.metrics["loss"] for result in found}
+        assert sorted(losses) == rates and found.get_best_result().config["lr"] == min(losses, key=losses.__getitem__)
+        ends = [path.name for path in Path(storage).glob("lr*rank*")]
+        assert len(ends) == len(rates) * RANKS, ends
+        print(*(end.split(", ")[1] for end in ends), sep="\n")
+
+
 def actors() -> None:
     """A parameter server of Ray actors, two servers and two workers. One server is killed, and its backup goes on."""
     import ray
@@ -415,6 +465,7 @@ JOBS = {
     "torchrl": Job(torchrl, "torchrl", launched=False),
     "torchtitan": Job(torchtitan, "torchtitan"),
     "transformers": Job(transformers, "transformers"),
+    "tune": Job(tune, "ray", launched=False),
 }
 
 
