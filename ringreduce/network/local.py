@@ -14,6 +14,8 @@ from collections.abc import Iterable
 
 from ringreduce.common.failures import SystemFailure
 
+_CUT, _FDS_CUT = int(socket.MSG_TRUNC), int(socket.MSG_CTRUNC)  # members of an enum take microseconds to combine
+
 
 def shared_memory(segment_bytes: int) -> int:
     memfd = os.memfd_create("ringreduce", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -45,7 +47,10 @@ def send(connection: socket.socket, message: bytes, fds: list[int], deadline: fl
     """
     while True:
         try:
-            socket.send_fds(connection, [message], fds)
+            if fds:
+                socket.send_fds(connection, [message], fds)
+            else:
+                connection.send(message)
             return
         except OSError as error:
             if error.errno != errno.ETOOMANYREFS or time.monotonic() > deadline:
@@ -68,9 +73,9 @@ def receive(connection: socket.socket, size: int, most: int) -> tuple[bytes, lis
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+    if flags & (_CUT | _FDS_CUT):
         close_all(fds)
-        if flags & socket.MSG_TRUNC:
+        if flags & _CUT:
             raise ConnectionError(f"a message is longer than {size} bytes")
         if len(fds) == most:
             raise ConnectionError(f"a message has more than {most} descriptors")
