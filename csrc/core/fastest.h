@@ -7,8 +7,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-
-#include "core/clock.h"
+#include <limits>
 
 namespace ringreduce {
 
@@ -17,20 +16,22 @@ class Fastest {
  public:
   struct Next {
     std::size_t way;
-    bool timed;  // note() wants to hear of it
+    bool timed;  // its cost is to be reported to note()
   };
+  // The way for the next call.
   Next next() {
     const std::uint64_t call = calls_++;
-    if (call < kFirstTrials || call % kTrialEvery < kWays) return {call % kWays, true};
-    const auto best = static_cast<std::size_t>(std::ranges::min_element(spent_, {}, &Latest::least) - spent_.begin());
+    // The order of the trials turns. In a program whose calls repeat, the same call would have the same way otherwise.
+    if (call < kFirstTrials || call % kTrialEvery < kWays) return {(call + call / kTrialEvery) % kWays, true};
+    const auto best = static_cast<std::size_t>(std::ranges::min_element(costs_, {}, &Latest::least) - costs_.begin());
     if (chosen_ != best) since_ = call;
     chosen_ = best;
-    // What was fast in a trial need not be so in the calls after it, which find its own data in the caches.
+    // A trial finds the caches as another way has left them. So the calls right after it are timed, too.
     return {best, call - since_ < kKept || call % kTimedEvery == 0};
   }
 
-  // How long a call took.
-  void note(std::size_t way, Nanoseconds spent) { spent_[way].add(spent); }
+  // What a call cost that went this way: time, or time for each byte.
+  void note(std::size_t way, std::int64_t cost) { costs_[way].add(cost); }
 
  private:
   // The first calls are trials, of which the very first ones bring in memory that nobody has used before. Then a few of
@@ -41,18 +42,18 @@ class Fastest {
 
   class Latest {
    public:
-    Latest() { spent_.fill(kForever); }
-    void add(Nanoseconds spent) { spent_[next_++ % kKept] = spent; }
-    Nanoseconds least() const { return *std::ranges::min_element(spent_); }
+    Latest() { costs_.fill(std::numeric_limits<std::int64_t>::max()); }
+    void add(std::int64_t cost) { costs_[next_++ % kKept] = cost; }
+    std::int64_t least() const { return *std::ranges::min_element(costs_); }
 
    private:
-    std::array<Nanoseconds, kKept> spent_;
+    std::array<std::int64_t, kKept> costs_;
     std::size_t next_ = 0;
   };
 
   std::uint64_t calls_ = 0, since_ = 0;  // since_: the call from which on the chosen way is used
   std::size_t chosen_ = kWays;
-  std::array<Latest, kWays> spent_;
+  std::array<Latest, kWays> costs_;
 };
 
 }  // namespace ringreduce

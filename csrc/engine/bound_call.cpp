@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "kernels/accumulate.h"
+
 namespace ringreduce {
 namespace {
 
@@ -50,15 +52,15 @@ BoundCall::BoundCall(const Team& team, const Program& program, const Call& call,
   outgrows_caches_ = written >= options.stream_bytes && fits_scratch;
 
   bool worth_fetching = team.opens_memory() && fits_scratch;
-  may_stream_ = team.size() > 1 && fits_scratch;
+  may_stream_ = team.size() > 1 && fits_scratch;  // what is combined goes through the scratch space on its way
   for (const ChannelProgram& channel : program.channels) {
     const std::size_t unit = unit_of(element_);
     const std::size_t largest =
         largest_chunk(stripe(call.largest, channel.share, unit), channel.chunks, unit) * element_;
     worth_fetching &= lesser(largest, slice_bytes_) >= options.least_fetch_bytes;
-    // Only the root has something to give, or to take. While it copies, the others read.
+    // Only the root has something to give, or to take, and it does so while the others copy or read.
     worth_fetching &= !has_root(call.operation);
-    may_stream_ &= lesser(largest, slice_bytes_) >= kLeastStreamed;
+    may_stream_ &= lesser(largest, slice_bytes_) >= kernels::kLeastStreamed;
     channels_.push_back({std::max<std::size_t>(1, ceil_div(largest, slice_bytes_)), {}});
   }
   const bool combined = reduces(call.operation) && in_place_ && !scaled_;
@@ -70,14 +72,23 @@ BoundCall::BoundCall(const Team& team, const Program& program, const Call& call,
   for (std::size_t c = 0; c < channels_.size(); ++c)
     for (const Step& step : program.channels[c].steps)
       channels_[c].steps.push_back(bind(team, program.channels[c], step));
+  for (const BoundChannel& channel : channels_)
+    for (const BoundStep& step : channel.steps) has_choice_ |= step.stays && step.place != Place::arena;
+  has_choice_ &= may_lend_ || may_stream_;
+}
+
+Way BoundCall::taken(Way asked) const {
+  if (asked == Way::lend && may_lend_) return Way::lend;
+  if (asked == Way::stream && may_stream_) return Way::stream;
+  return Way::copy;
 }
 
 bool BoundCall::serves(const Call& call, const Buffers& buffers, Way way) const {
   return call_.operation == call.operation && call_.dtype == call.dtype && call_.reduce_op == call.reduce_op &&
          call_.root == call.root && call_.packing == call.packing && call_.count == call.count &&
          call_.largest == call.largest && call_.shape == call.shape && withdrawals_ == team_->withdrawals() &&
-         (!has_choice() || asked_ == way) && (!may_lend_ || team_->opens_memory()) && same(inputs_, buffers.input) &&
-         same(outputs_, buffers.output);
+         (!has_choice_ || taken(way) == this->way()) && (!may_lend_ || team_->opens_memory()) &&
+         same(inputs_, buffers.input) && same(outputs_, buffers.output);
 }
 
 std::vector<bool> BoundCall::in_arena() const {
@@ -119,7 +130,7 @@ BoundStep BoundCall::bind(const Team& team, const ChannelProgram& channel, const
     bound.returned = !team.elsewhere(step.recv.empty() ? step.send[0] : step.recv[0].peer);
   if (!step.send.empty()) lend(team, bound);
   const bool moves = step.write_position >= 0 && bound.output.data != bound.local.data;
-  bound.streamed = outgrows_caches_ && moves && bound.lends != BoundStep::Lends::output;
+  bound.streams_output = outgrows_caches_ && moves && bound.lends != BoundStep::Lends::output;
   return bound;
 }
 

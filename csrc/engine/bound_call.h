@@ -6,9 +6,9 @@
 //
 // A value that a step sends is copied to a slot, unless it lies where its receivers can read it and stays there until
 // the call ends. Then it is *lent*: the slot says where it is. Values in this rank's arena are always lent. Values
-// anywhere else in this process are lent if ranks can read one another's memory and that is faster than a copy. A value
-// stays if no later step of this rank writes over it, and a call that has lent something ends only after it has been
-// read.
+// anywhere else in this process may be lent if ranks can read one another's memory; whether they are, and whether
+// others go to slots through the caches or past them, the caller says (ways.h). A value stays if no later step of this
+// rank writes over it, and a call that has lent something ends only after it has been read.
 //
 // In a call in place, a chunk that one peer combines and sends back is lent to be *returned*: the peer writes the
 // result over it.
@@ -58,7 +58,7 @@ struct BoundStep {
   bool stays = false;            // it has receivers on this host,
   bool leaves = false;           // on other hosts
   bool scaled = false;           // the local operand is multiplied by the call's factor first
-  bool streamed = false;         // the output goes past the caches
+  bool streams_output = false;   // past the caches
   double divisor = 1;            // of the combined value
   std::size_t begin = 0;         // of all_reduce: where the chunk begins in the tensor
 };
@@ -78,15 +78,15 @@ class BoundCall {
   // Whether this is what the constructor would make of that call on those tensors.
   bool serves(const Call& call, const Buffers& buffers, Way way) const;
   // Whether that depends on `way`.
-  bool has_choice() const { return may_lend_ || may_stream_; }
+  bool has_choice() const { return has_choice_; }
 
   const Program& program() const { return *program_; }
   const std::vector<BoundChannel>& channels() const { return channels_; }
   std::size_t slice_bytes() const { return slice_bytes_; }
   std::size_t spread_bytes() const { return spread_bytes_; }
   Packing packing() const { return packing_; }
-  // The way that it has taken.
-  Way way() const { return asked_ == Way::lend ? may_lend_ ? Way::lend : Way::copy : may_stream_ ? asked_ : Way::copy; }
+  // The way that was asked for, or `copy` where the call cannot go that way.
+  Way way() const { return taken(asked_); }
   // Whether anything may be lent from outside of the arena.
   bool opens_memory() const { return way() == Way::lend; }
   // Team::withdrawals() when it was bound, and whether all that was in the arena then still is.
@@ -114,6 +114,7 @@ class BoundCall {
   bool overlaps_output(const Bytes& bytes) const;
 
   std::vector<bool> in_arena() const;
+  Way taken(Way asked) const;
 
   const Team* team_;
   const Program* program_;
@@ -125,8 +126,9 @@ class BoundCall {
   bool in_place_;  // the one input is the one output
   bool scaled_;    // inputs are multiplied by the call's factor
   Way asked_;
-  bool may_lend_, may_stream_;
-  bool offers_ = false;  // chunks are lent to be returned
+  bool may_lend_, may_stream_;  // where values outside of the arena may go other ways
+  bool has_choice_ = false;     // and there are some
+  bool offers_ = false;         // chunks are lent to be returned
   bool outgrows_caches_;
   std::uint64_t withdrawals_;
   std::vector<bool> in_arena_;  // each block, inputs first

@@ -104,12 +104,11 @@ bool Execution::try_step(const At& at) {
   const std::byte* const lent = choose_results(step, value, outgoing);
   if (value.bytes > 0 && !work_.results.empty()) {
     const auto* const made = value.output != nullptr ? value.output : static_cast<std::byte*>(work_.results[0]);
-    const bool slot_follows = value.streamed && work_.results.back() != value.room;
     const Nanoseconds begin = timed_ ? now() : 0;
-    if (!compute(at, step, value, value.streamed ? !slot_follows : step.streamed)) return false;
-    if (slot_follows) kernels::stream(value.room, made, value.bytes);
+    if (!compute(at, step, value, value.streams_slot ? !value.slot_follows : step.streams_output)) return false;
+    if (value.slot_follows) kernels::stream(value.room, made, value.bytes);
     if (timed_) moved_for_ += now() - begin;
-    if (value.kept && outgoing != nullptr && lent == nullptr && made != value.room && !slot_follows)
+    if (value.kept && outgoing != nullptr && lent == nullptr && made != value.room && !value.slot_follows)
       std::copy_n(made, value.bytes, value.room);
   }
   if (value.failed != 0) failed_ = value.failed;
@@ -216,11 +215,13 @@ const std::byte* Execution::choose_results(const BoundStep& step, Value& value, 
   if (outgoing != nullptr && value.bytes > 0 && !all_returned) {
     if (step.lends == BoundStep::Lends::local) lent = value.local;
     if (step.lends == BoundStep::Lends::output) lent = value.output;
-    // Past the caches goes what one place gets at a time: the slot comes after the output.
-    const bool written = value.output != nullptr && !value.there_already;
-    value.streamed = lent == nullptr && bound_.way() == Way::stream && !step.leaves && value.bytes >= kLeastStreamed &&
-                     (written || work_.results.empty());
-    if (lent == nullptr && !(value.streamed && written)) work_.results.push_back(value.room);
+    // Only one place can be stored past the caches at a time. If the step writes its output, that comes first, and the
+    // slot is filled from it.
+    const bool writes = value.output != nullptr && !value.there_already;
+    value.streams_slot = lent == nullptr && bound_.way() == Way::stream && !step.leaves &&
+                         value.bytes >= kernels::kLeastStreamed && (writes || work_.results.empty());
+    value.slot_follows = value.streams_slot && writes;
+    if (lent == nullptr && !value.slot_follows) work_.results.push_back(value.room);
   }
   if (value.output != nullptr && !value.there_already) work_.results.push_back(value.output);
   return lent;
@@ -267,10 +268,10 @@ void Execution::pack_for_others(SlotValue& value, std::size_t bytes, std::byte* 
   pack(value.packing, value.packed.get(), value.data, count, rests);
 }
 
-// The operands, combined in order, go to all results, and back to whom they are returned. If `streamed`, the last
+// The operands, combined in order, go to all results, and back to whom they are returned. If `streams_last`, the last
 // result goes past the caches. Returns false where a peer has to copy its operand to its slot first; the next call then
 // goes on where this one stopped, since results may have taken the place of operands.
-bool Execution::compute(const At& at, const BoundStep& step, Value& value, bool streamed) {
+bool Execution::compute(const At& at, const BoundStep& step, Value& value, bool streams_last) {
   ChannelState::Round& stands = round_of(at);
   std::vector<const void*>& operands = work_.operands;
   std::vector<void*>& results = work_.results;
@@ -280,10 +281,10 @@ bool Execution::compute(const At& at, const BoundStep& step, Value& value, bool 
     if (!team_.read(remote.peer, static_cast<std::byte*>(results.back()), remote.address, value.bytes))
       return blocked(at, remote.peer);
     operands[0] = results.back();
-    streamed = false;  // the kernel has done it its way
+    streams_last = false;  // the kernel has done it its way
   }
   // Operands go through the scratch space on their way in, and the output on its way out.
-  const bool detours = combined && (streamed || !work_.remote.empty());
+  const bool detours = combined && (streams_last || !work_.remote.empty());
   std::byte* const rests = rests_of(at, step);
   auto* const output = static_cast<std::byte*>(results.back());
   const auto skip = [&](std::size_t bytes) {
@@ -292,10 +293,10 @@ bool Execution::compute(const At& at, const BoundStep& step, Value& value, bool 
   };
   if (stands.done > 0) skip(stands.done);
   if (!detours && !step.scaled) {
-    combine(step, value, value.bytes - stands.done, streamed, rests == nullptr ? nullptr : rests + stands.done);
+    combine(step, value, value.bytes - stands.done, streams_last, rests == nullptr ? nullptr : rests + stands.done);
     return true;
   }
-  const std::size_t parts = work_.remote.size() + step.scaled + streamed;
+  const std::size_t parts = work_.remote.size() + step.scaled + streams_last;
   const std::size_t share = kScratch / parts / kTileUnit * kTileUnit;
   std::size_t tile = !detours ? kTile : bound_.outgrows_caches() ? std::min(share, kStreamedTile) : share;
   if (call_.op != nullptr) tile = std::max(tile / element_, std::size_t{1}) * element_;
@@ -319,9 +320,9 @@ bool Execution::compute(const At& at, const BoundStep& step, Value& value, bool 
       operands[static_cast<std::size_t>(step.step->local_position)] = scratch;
       scratch += tile;
     }
-    if (streamed) results.back() = scratch;
+    if (streams_last) results.back() = scratch;
     combine(step, value, some, false, rests == nullptr ? nullptr : rests + done);
-    if (streamed) kernels::stream(output + done, scratch, some);
+    if (streams_last) kernels::stream(output + done, scratch, some);
     for (const Remote& remote : work_.remote)
       if (remote.returned)
         value.kept |= !team_.write(remote.peer, remote.address + done, static_cast<const std::byte*>(results[0]), some);
@@ -330,7 +331,7 @@ bool Execution::compute(const At& at, const BoundStep& step, Value& value, bool 
   return true;
 }
 
-void Execution::combine(const BoundStep& step, Value& value, std::size_t bytes, bool streamed, std::byte* rests) {
+void Execution::combine(const BoundStep& step, Value& value, std::size_t bytes, bool streams_last, std::byte* rests) {
   const std::vector<const void*>& operands = work_.operands;
   const std::vector<void*>& results = work_.results;
   if (operands.size() > 1 && call_.op != nullptr) {
@@ -350,10 +351,10 @@ void Execution::combine(const BoundStep& step, Value& value, std::size_t bytes, 
     return;
   }
   // The output comes last. It may be where the value is already.
-  const bool last_apart = streamed || results.back() == operands[0];
+  const bool last_apart = streams_last || results.back() == operands[0];
   const std::span copies(results.data(), results.size() - last_apart);
   if (!copies.empty()) kernels::copy(copies, operands[0], bytes);
-  if (streamed) kernels::stream(results.back(), copies.empty() ? operands[0] : copies[0], bytes);
+  if (streams_last) kernels::stream(results.back(), copies.empty() ? operands[0] : copies[0], bytes);
 }
 
 void Execution::shut_out_peers() {

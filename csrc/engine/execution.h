@@ -115,7 +115,8 @@ class Execution {
     std::byte* room = nullptr;   // in the slot of a step that sends
     std::size_t returned = 0;    // to how many peers it is written back
     bool there_already = false;  // a peer has written it where this rank had lent the chunk
-    bool streamed = false;       // it goes to `room` past the caches
+    bool streams_slot = false;   // it goes to `room` past the caches,
+    bool slot_follows = false;   // from the output, after that
     bool kept = false;           // it could not be written back to all of them
     std::uint32_t failed = 0;    // see SlotHeader
   };
@@ -129,9 +130,9 @@ class Execution {
   void publish(const At& at, const BoundStep& step, const Value& value, const std::byte* lent);
   void acknowledge(const At& at, const BoundStep& step);
 
-  bool compute(const At& at, const BoundStep& step, Value& value, bool streamed);
+  bool compute(const At& at, const BoundStep& step, Value& value, bool streams_last);
   void copy_lent();
-  void combine(const BoundStep& step, Value& value, std::size_t bytes, bool streamed, std::byte* rests);
+  void combine(const BoundStep& step, Value& value, std::size_t bytes, bool streams_last, std::byte* rests);
   void pack_for_others(SlotValue& value, std::size_t bytes, std::byte* rests) const;
   // The rests of what the step makes in this round.
   std::byte* rests_of(const At& at, const BoundStep& step) const {

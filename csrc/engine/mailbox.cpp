@@ -8,7 +8,6 @@
 #include "core/threads.h"
 #include "engine/history.h"
 #include "engine/wait.h"
-#include "engine/ways.h"
 #include "kernels/accumulate.h"
 #include "transport/links.h"
 
@@ -266,17 +265,15 @@ bool Mailbox::send_some(int rank, Peer& peer) {
   if (peer.sent >= g.mailbox_depth && slot.consumed.load(std::memory_order_seq_cst) < peer.sent + 1 - g.mailbox_depth)
     return false;
   const std::size_t n = std::min<std::size_t>(m.bytes - m.moved, g.mailbox_slot_bytes);
-  if (const std::uint32_t timed = slot.timed; timed > 0 && timed <= kWays)
-    peer.ways[std::bit_width(slot.bytes)].note(timed - 1, slot.put + slot.taken);
-  slot.timed = 0;
   slot.message_bytes = m.bytes;
   slot.bytes = static_cast<std::uint32_t>(n);
   slot.dtype = static_cast<std::uint32_t>(m.dtype);
   slot.tag = m.tag;
-  if (team_->elsewhere(rank) || n < kLeastStreamed)
+  slot.timed = 0;
+  if (team_->elsewhere(rank) || n < kernels::kLeastStreamed)
     std::copy_n(m.data + m.moved, n, slot.payload());
   else
-    put(peer, slot, m.data + m.moved);
+    fill(peer, slot, m.data + m.moved, n);
   slot.stamp.store(++peer.sent, std::memory_order_seq_cst);
   team_->peer(rank).message_filled(peer.sent - 1);
   m.moved += n;
@@ -287,16 +284,30 @@ bool Mailbox::send_some(int rank, Peer& peer) {
   return true;
 }
 
-void Mailbox::put(Peer& peer, MessageHeader& slot, const std::byte* from) {
-  const auto [way, timed] = peer.ways[std::bit_width(slot.bytes)].next();
-  const Nanoseconds begin = timed ? now() : 0;
-  if (way == 0)
-    std::copy_n(from, slot.bytes, slot.payload());
+// Copies to a slot through the caches or past them: whichever has just been faster for both sides.
+void Mailbox::fill(Peer& peer, MessageHeader& slot, const std::byte* from, std::size_t bytes) const {
+  const std::size_t depth = team_->geometry().mailbox_depth;
+  peer.puts.resize(depth);
+  Put& put = peer.puts[peer.sent % depth];
+  const std::uint32_t taken = slot.taken;
+  if (put.timed && taken != MessageHeader::kNotTimed) {
+    // Slots of both kinds are under way at a time, so their times differ less than those of whole messages do. Past the
+    // caches is right only where it is much faster.
+    const Nanoseconds spent = put.spent + taken;
+    peer.ways[put.size_class].note(put.copy, put.copy == streamed ? spent * 4 / 3 : spent);
+  }
+  put.size_class = std::bit_width(bytes);
+  const auto [copy, timed] = peer.ways[put.size_class].next();
+  const Nanoseconds begun = timed ? now() : 0;
+  if (copy == cached)
+    std::copy_n(from, bytes, slot.payload());
   else
-    kernels::stream(slot.payload(), from, slot.bytes);
-  if (!timed) return;
-  slot.timed = static_cast<std::uint32_t>(1 + way);
-  slot.put = static_cast<std::uint32_t>(now() - begin);
+    kernels::stream(slot.payload(), from, bytes);
+  put.copy = copy;
+  put.timed = timed;
+  put.spent = timed ? now() - begun : 0;
+  slot.timed = timed;
+  slot.taken = MessageHeader::kNotTimed;
 }
 
 bool Mailbox::wanted_from(int source) const {
@@ -363,9 +374,10 @@ bool Mailbox::receive_some(int rank, Peer& peer) {
   // Grows with what comes: how much was announced is the peer's word.
   if (!peer.arriving) arrival.aside.resize(arrival.moved + n);
   std::byte* to = peer.arriving ? (arrival.receive ? arrival.receive->data : nullptr) : arrival.aside.data();
-  const Nanoseconds begin = slot.timed > 0 ? now() : 0;
+  const bool timed = slot.timed != 0 && arrival.receive;
+  const Nanoseconds begun = timed ? now() : 0;
   if (to != nullptr && n > 0) std::memcpy(to + arrival.moved, slot.payload(), n);
-  if (slot.timed > 0) slot.taken = static_cast<std::uint32_t>(now() - begin);
+  if (timed) slot.taken = static_cast<std::uint32_t>(std::min<Nanoseconds>(now() - begun, MessageHeader::kNotTimed));
   slot.consumed.store(++peer.received, std::memory_order_seq_cst);
   team_->peer(rank).message_read(peer.received - 1);
   arrival.moved += n;

@@ -1,9 +1,10 @@
 // Point-to-point messages with tags: send, receive, receive from any source.
 //
 // Each ordered pair of ranks has a mailbox, a queue of slots in the sender's region. A message travels as one or more
-// slots in a row. A send is complete when its last slot is filled, so small sends do not wait for the receiver. A
-// message that no posted receive asks for stays in its mailbox, unless a receive wants one behind it: then it is set
-// aside in memory of our own. Messages between two ranks with the same tag are received in the order they were sent.
+// slots in a row, which are filled through the caches or past them, whichever has just been faster. A send is complete
+// when its last slot is filled, so small sends do not wait for the receiver. A message that no posted receive asks for
+// stays in its mailbox, unless a receive wants one behind it: then it is set aside in memory of our own. Messages between
+// two ranks with the same tag are received in the order they were sent.
 //
 // Thread-safe. A thread that waits drives the progress of all messages. Messages that nobody waits for are driven by a
 // thread of the mailbox, which the first message that does not end at once starts.
@@ -72,7 +73,15 @@ class Mailbox {
   void stop(const Error& error);
 
  private:
-  static constexpr std::size_t kWays = 2;
+  // How a slot is filled, if the receiver is on this host.
+  enum Copy : std::size_t { cached, streamed };
+  // How a slot was filled, and how long that took, until the receiver has said how long it took there.
+  struct Put {
+    bool timed = false;
+    std::size_t copy = cached;
+    int size_class = 0;
+    Nanoseconds spent = 0;
+  };
   // A message that arrives: its remaining slots belong to it.
   struct Arrival {
     std::uint64_t tag = 0;
@@ -85,8 +94,8 @@ class Mailbox {
     bool here = false;
     std::uint64_t sent = 0, received = 0;  // slots
     std::deque<std::shared_ptr<Message>> sends;
-    // Through the caches or past them, by the bytes in a slot up to a factor of two.
-    std::map<int, Fastest<kWays>> ways;
+    std::map<int, Fastest<2>> ways;   // Copy, by the bytes in a slot up to a factor of two
+    std::vector<Put> puts;            // by slot: what is in it
     std::deque<Arrival> arrived;      // set aside, in order; the last may still be arriving
     std::optional<Arrival> arriving;  // into a receive
   };
@@ -94,7 +103,7 @@ class Mailbox {
   bool progress();
   void finish(std::vector<std::shared_ptr<Message>> finished);
   bool send_some(int rank, Peer& peer);
-  static void put(Peer& peer, MessageHeader& slot, const std::byte* from);
+  void fill(Peer& peer, MessageHeader& slot, const std::byte* from, std::size_t bytes) const;
   bool receive_some(int rank, Peer& peer);
   bool deliver_set_aside(const std::shared_ptr<Message>& receive);
   std::shared_ptr<Message> take_receive(int source, std::uint64_t tag);

@@ -6,6 +6,7 @@
 
 #include "engine/history.h"
 #include "engine/wait.h"
+#include "kernels/accumulate.h"
 #include "transport/links.h"
 
 namespace ringreduce {
@@ -77,8 +78,8 @@ const BoundCall& SharedMemoryEngine::bind_or_abort(const Call& call, const Buffe
 Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
   team_->fate().throw_if_aborted();
   const std::size_t bytes = bytes_of(call);
-  const auto [way, timed_if_chosen] =
-      bytes < kLeastStreamed ? Ways::Next{Way::copy, false} : ways_.next(call.operation, bytes);
+  const bool is_small = bytes < std::min(kernels::kLeastStreamed, options().least_fetch_bytes);
+  const auto [way, timed_if_choice] = is_small ? std::pair(Way::copy, false) : ways_.next(call, bytes);
   const BoundCall& bound = bind_or_abort(call, buffers, way);
   const Program& program = bound.program();
   placement_.settle();
@@ -98,7 +99,7 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
                                                                        static_cast<std::uint64_t>(call.packing));
   // If the call fails they are lost: they would be those of some of its values only.
   std::vector<float> rests = feeds_back ? call.feedback->take(rounding, call.count) : std::vector<float>();
-  const bool timed = timed_if_chosen && bound.has_choice();
+  const bool timed = timed_if_choice && bound.has_choice();
   Execution execution(*team_, bound, workspace_, call, id,
                       feeds_back ? reinterpret_cast<std::byte*>(rests.data()) : nullptr, timed);
   const auto fail = [&](const Error& error) {
@@ -151,7 +152,7 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
       throw;
     }
     execution.finish();
-    if (timed) ways_.note(call.operation, bytes, bound.way(), execution.moved_for());
+    if (timed) ways_.note(call, bytes, bound.way(), execution.moved_for());
   } catch (const Error& error) {
     fail(error);
     team_->fate().throw_if_aborted();  // the group's first error, which need not be this one

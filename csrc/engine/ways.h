@@ -7,10 +7,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
-#include <utility>
+#include <tuple>
 
+#include "core/clock.h"
 #include "core/fastest.h"
 #include "engine/call.h"
+#include "engine/operator.h"
 
 namespace ringreduce {
 
@@ -20,30 +22,28 @@ enum class Way : std::uint8_t {
   stream,  // it is copied to a slot past the caches
 };
 
-// Smaller values are copied.
-inline constexpr std::size_t kLeastStreamed = 4096;
-
 class Ways {
  public:
-  struct Next {
-    Way way;
-    bool timed;  // note() wants to hear of it
-  };
-  // Of the next call of `operation` over values of `bytes`. All ranks make the same calls in the same order, so they
-  // count alike.
-  Next next(Operation operation, std::size_t bytes) {
-    const auto [way, timed] = of(operation, bytes).next();
+  // The way for the next call like this one, over `bytes`, and whether its time is to be reported to note(). All ranks
+  // make the same calls in the same order, so they count alike.
+  std::pair<Way, bool> next(const Call& call, std::size_t bytes) {
+    const auto [way, timed] = of(call, bytes).next();
     return {static_cast<Way>(way), timed};
   }
   // For how long that call has moved data on this rank, apart from waiting.
-  void note(Operation operation, std::size_t bytes, Way way, Nanoseconds spent) {
-    of(operation, bytes).note(static_cast<std::size_t>(way), spent);
+  void note(const Call& call, std::size_t bytes, Way way, Nanoseconds spent) {
+    of(call, bytes).note(static_cast<std::size_t>(way), spent * 1000 / static_cast<std::int64_t>(bytes));
   }
 
  private:
-  Fastest<3>& of(Operation operation, std::size_t bytes) { return kinds_[{operation, std::bit_width(bytes)}]; }
+  using Choice = Fastest<3>;
 
-  std::map<std::pair<Operation, int>, Fastest<3>> kinds_;  // by the operation, and the size up to a factor of two
+  Choice& of(const Call& call, std::size_t bytes) {
+    return choices_[{call.operation, std::bit_width(bytes), call.op == nullptr ? 0 : call.op->digest}];
+  }
+
+  // By the operation, the size up to a factor of two, and the user's operator.
+  std::map<std::tuple<Operation, int, std::uint64_t>, Choice> choices_;
 };
 
 }  // namespace ringreduce

@@ -37,7 +37,8 @@ void accumulate(DType dtype, ReduceOp op, std::span<void* const> dsts, std::span
 void copy(std::span<void* const> dsts, const void* src, std::size_t bytes);
 
 // The same to one dst and past the caches: for what nobody reads soon. Complete, for other threads too, when it
-// returns.
+// returns. Not worth it for fewer than kLeastStreamed bytes.
+inline constexpr std::size_t kLeastStreamed = 4096;
 void stream(void* dst, const void* src, std::size_t bytes);
 
 // dst[i] = src[i] * factor, rounded once to dtype (premul_sum). `dst` may be `src`. Floating point and complex only.

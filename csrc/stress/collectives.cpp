@@ -1,4 +1,5 @@
-// Many calls of mixed kinds over small slots, so that every slot is reused many times.
+// Many calls of mixed kinds over small slots, so that every slot is reused many times, and over some that are large
+// enough to be filled past the caches.
 #include <sys/resource.h>
 
 #include <algorithm>
@@ -127,7 +128,7 @@ void stress_collectives() {
   constexpr std::uint64_t kCalls = 1000;
   for (int size = 2; size <= 5; ++size) {
     const bool even = size % 2 == 0;
-    Group group(size, even ? 8 : 16, even ? 256 : 1024);
+    Group group(size, even ? 8 : 16, size == 2 ? 16384 : even ? 256 : 1024);
     on_all_ranks(group, [&](Rank& rank) {
       Random pause(static_cast<std::uint64_t>(rank.number()));
       for (std::uint64_t number = 0; number < kCalls; ++number) {

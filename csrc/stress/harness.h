@@ -76,6 +76,7 @@ void exchange_messages(Rank& rank, int round);
 // The scenarios. Each prints a line.
 void stress_malformed_plans();
 void stress_interpreter();
+void stress_fastest();
 void stress_collectives();
 void stress_queue();
 void stress_faults();

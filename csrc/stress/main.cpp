@@ -22,6 +22,7 @@ struct Scenario {
 constexpr Scenario kScenarios[] = {
     {"malformed_plans", stress_malformed_plans},
     {"interpreter", stress_interpreter},
+    {"fastest", stress_fastest},
     {"collectives", stress_collectives},
     {"queue", stress_queue},
     {"faults", stress_faults},

@@ -144,7 +144,7 @@ void two_set_aside() {
 
 void stress_messages() {
   for (int size : {2, 4}) {
-    Group group(size, 8, 256);
+    Group group(size, 8, 256, {}, true, size == 2 ? 8192 : 256);  // those of two are filled past the caches, too
     on_all_ranks(group, [](Rank& rank) {
       in_threads(kThreads, [&](int thread) {
         for (int round = 0; round < kRounds; ++round) exchange_messages(rank, round * kThreads + thread);

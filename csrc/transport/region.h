@@ -90,8 +90,10 @@ struct alignas(64) MessageHeader {
   std::uint32_t bytes;                  // of payload in this slot
   std::uint32_t dtype;
   std::uint64_t tag;
-  std::uint32_t timed;       // 1 + the way in which it was put here; 0: nobody asks
-  std::uint32_t put, taken;  // how long that took both sides, in nanoseconds
+  std::uint32_t timed;  // 1: the sender wants to know how long the receiver takes for this slot
+  std::uint32_t taken;  // so long, in nanoseconds; kNotTimed if the receiver does not say
+
+  static constexpr std::uint32_t kNotTimed = UINT32_MAX;
 
   std::byte* payload() { return reinterpret_cast<std::byte*>(this + 1); }
 };
