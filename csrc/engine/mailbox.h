@@ -3,8 +3,8 @@
 // Each ordered pair of ranks has a mailbox, a queue of slots in the sender's region. A message travels as one or more
 // slots in a row, which are filled through the caches or past them, whichever has just been faster. A send is complete
 // when its last slot is filled, so small sends do not wait for the receiver. A message that no posted receive asks for
-// stays in its mailbox, unless a receive wants one behind it: then it is set aside in memory of our own. Messages between
-// two ranks with the same tag are received in the order they were sent.
+// stays in its mailbox, unless a receive wants one behind it: then it is set aside in memory of our own. Messages
+// between two ranks with the same tag are received in the order they were sent.
 //
 // Thread-safe. A thread that waits drives the progress of all messages. Messages that nobody waits for are driven by a
 // thread of the mailbox, which the first message that does not end at once starts.
