@@ -17,17 +17,18 @@ class Fastest {
   struct Next {
     std::size_t way;
     bool timed;  // its cost is to be reported to note()
+    bool trial;
   };
   // The way for the next call.
   Next next() {
     const std::uint64_t call = calls_++;
     // The order of the trials turns. In a program whose calls repeat, the same call would have the same way otherwise.
-    if (call < kFirstTrials || call % kTrialEvery < kWays) return {(call + call / kTrialEvery) % kWays, true};
+    if (call < kFirstTrials || call % kTrialEvery < kWays) return {(call + call / kTrialEvery) % kWays, true, true};
     const auto best = static_cast<std::size_t>(std::ranges::min_element(costs_, {}, &Latest::least) - costs_.begin());
     if (chosen_ != best) since_ = call;
     chosen_ = best;
     // A trial finds the caches as another way has left them. So the calls right after it are timed, too.
-    return {best, call - since_ < kKept || call % kTimedEvery == 0};
+    return {best, call - since_ < kKept || call % kTimedEvery == 0, false};
   }
 
   // What a call cost that went this way: time, or time for each byte.

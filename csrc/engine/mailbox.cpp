@@ -297,7 +297,7 @@ void Mailbox::fill(Peer& peer, MessageHeader& slot, const std::byte* from, std::
     peer.ways[put.size_class].note(put.copy, put.copy == streamed ? spent * 4 / 3 : spent);
   }
   put.size_class = std::bit_width(bytes);
-  const auto [copy, timed] = peer.ways[put.size_class].next();
+  const auto [copy, timed, trial] = peer.ways[put.size_class].next();
   const Nanoseconds begun = timed ? now() : 0;
   if (copy == cached)
     std::copy_n(from, bytes, slot.payload());

@@ -27,8 +27,10 @@ class Ways {
   // The way for the next call like this one, over `bytes`, and whether its time is to be reported to note(). All ranks
   // make the same calls in the same order, so they count alike.
   std::pair<Way, bool> next(const Call& call, std::size_t bytes) {
-    const auto [way, timed] = of(call, bytes).next();
-    return {static_cast<Way>(way), timed};
+    const auto [number, timed, trial] = of(call, bytes).next();
+    const auto way = static_cast<Way>(number);
+    // Who lends leaves the work to its readers. What that costs shows only where all ranks lend.
+    return {way, way == Way::lend ? trial : timed};
   }
   // For how long that call has moved data on this rank, apart from waiting.
   void note(const Call& call, std::size_t bytes, Way way, Nanoseconds spent) {

@@ -20,7 +20,7 @@ std::array<int, kWays> chosen(Fastest<kWays>& ways, const Cost& cost) {
   std::size_t before = kWays;
   int since = 0;
   for (int i = 0; i < kCalls; ++i) {
-    const auto [way, timed] = ways.next();
+    const auto [way, timed, trial] = ways.next();
     since = way == before ? since + 1 : 0;
     before = way;
     if (timed) ways.note(way, cost(i, way, since));

@@ -34,7 +34,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from ringreduce.common.failures import PlanError
-from ringreduce.plan import builders, tree
+from ringreduce.plan import builders, direct, tree
 from ringreduce.plan import choose as sizes
 from ringreduce.plan.builders import BUILDERS, Builder
 from ringreduce.plan.by_cost import BLOCKS, MARGIN
@@ -394,9 +394,9 @@ def _tasks(
 
 
 def _all_to_all(rank: int, hosts: Hosts) -> Program:
-    """Send everything, then receive: one hop.  `direct.all_to_all` would wait for a message before each but the first.
+    """As `direct.all_to_all`, with other hosts first, as their messages take longest.
 
-    Other hosts first, as their messages take longest; in rotated order, so that they are sent to by different ones.
+    In rotated order, so that they are sent to by different ones.
     """
     size = sum(map(len, hosts))
     (home,) = (number for number, host in enumerate(hosts) if rank in host)
@@ -405,11 +405,7 @@ def _all_to_all(rank: int, hosts: Hosts) -> Program:
     targets = [peer for host in turned for peer in _rotated(host, place) if peer != rank]
     turned = [hosts[home - hop] for hop in range(len(hosts))]
     sources = [peer for host in turned for peer in _rotated(host, place) if peer != rank]
-    return (
-        *(Step(rank * size + peer, Read.INPUT, send=(peer,)) for peer in targets),
-        Step(rank * size + rank, Read.INPUT, write=True),
-        *(Step(peer * size + rank, recv=(peer,), write=True) for peer in sources),
-    )
+    return direct.exchange(rank, size, targets, sources)
 
 
 def _rotated(host: Sequence[int], place: int) -> Sequence[int]:

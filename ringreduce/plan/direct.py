@@ -5,10 +5,12 @@ outbox that all of them read.  Ranks address their peers in *rotated order* (ran
 time all ranks work with different peers.
 
 Slots: one_shot, all_gather, broadcast and gather run with any depth, as one message is all that a rank has under way;
-so do scatter and all_to_all, which are read as they are sent.  reduce_scatter and reduce need ``size - 1``
-slots, two_shot `size`: a rank hands out all its contributions before it collects what the others gave it, and in
-two_shot the collecting step sends as well.
+so does scatter, which is read as it is sent.  reduce_scatter, reduce and all_to_all need ``size - 1`` slots, two_shot
+`size`: a rank hands out all that it has for others before it takes what they gave it, and in two_shot the collecting
+step sends as well.
 """
+
+from collections.abc import Sequence
 
 from ringreduce.plan.compose import compose
 from ringreduce.plan.model import Channel, Plan, Program, Read, Step
@@ -112,10 +114,10 @@ def scatter(size: int) -> Plan:
 
 
 def all_to_all(size: int) -> Plan:
-    """In hop `k` each rank sends to rank + k and receives from rank - k; its own block it moves itself.
+    """Each rank sends every other one its block, and then receives theirs; its own block it moves itself.
 
-    Every hop is a permutation: no rank is sent to by two at once.  Sends and receives alternate, so that any depth will
-    do and few slots are in use (and in cache); the price is that a rank's next send waits for its last receive.
+    If receives came in between, a rank's next send would wait for its last receive. Where ranks share cores, each such
+    wait hands a core on: 8 ranks on 2 cores took 1.7 times as long for small blocks.
     """
     programs = tuple(all_to_all_program(rank, size) for rank in range(size))
     return Plan("direct", "all_to_all", size, (Channel(1, 1, programs),))
@@ -123,12 +125,17 @@ def all_to_all(size: int) -> Plan:
 
 def all_to_all_program(rank: int, size: int) -> Program:
     """What one rank does in `all_to_all`."""
-    steps = [Step(rank * size + rank, Read.INPUT, write=True)]
-    for hop in range(1, size):
-        target, source = (rank + hop) % size, (rank - hop) % size
-        steps.append(Step(rank * size + target, Read.INPUT, send=(target,)))
-        steps.append(Step(source * size + rank, recv=(source,), write=True))
-    return tuple(steps)
+    targets = others(rank, size)
+    return exchange(rank, size, targets, targets[::-1])
+
+
+def exchange(rank: int, size: int, targets: Sequence[int], sources: Sequence[int]) -> Program:
+    """One rank's part of an all_to_all that sends to `targets` in this order, and receives from `sources`."""
+    return (
+        *(Step(rank * size + peer, Read.INPUT, send=(peer,)) for peer in targets),
+        Step(rank * size + rank, Read.INPUT, write=True),
+        *(Step(peer * size + rank, recv=(peer,), write=True) for peer in sources),
+    )
 
 
 def reduce_scatter_program(rank: int, size: int) -> Program:

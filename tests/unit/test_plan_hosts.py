@@ -236,10 +236,6 @@ def test_messages_follow_one_another_no_more_often_than_among_single_ranks(
             assert hops(plan, shape, root) == HOPS[collective, across](len(shape))
 
 
-def test_the_flat_all_to_all_would_wait_for_every_message() -> None:
-    assert hops(build_flat("all_to_all", "direct", 4), even(4, 1)) == 3
-
-
 def test_hosts_of_one_rank_run_the_plan_between_hosts() -> None:
     for across in ACROSS["all_reduce"]:
         assert build("all_reduce", across, even(4, 1)).channels == ACROSS["all_reduce"][across](4).channels

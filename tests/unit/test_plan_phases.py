@@ -91,7 +91,7 @@ def test_lockstep_gives_what_verify_demands(collective: str, algorithm: str) -> 
         ("all_reduce", "ring", 8, 15),
         ("all_reduce", "halving_doubling", 8, 7),
         ("broadcast", "direct", 8, 2),
-        ("all_to_all", "direct", 8, 8),
+        ("all_to_all", "direct", 8, 2),
     ],
 )
 def test_how_many_phases_an_algorithm_has(collective: str, algorithm: str, size: int, count: int) -> None:
