@@ -23,7 +23,7 @@ class Fastest {
   Next next() {
     const std::uint64_t call = calls_++;
     // The order of the trials turns. In a program whose calls repeat, the same call would have the same way otherwise.
-    if (call < kFirstTrials || call % kTrialEvery < kWays) return {(call + call / kTrialEvery) % kWays, true, true};
+    if (is_trial(call)) return {(call + call / kTrialEvery) % kWays, true, true};
     const auto best = static_cast<std::size_t>(std::ranges::min_element(costs_, {}, &Latest::least) - costs_.begin());
     if (chosen_ != best) since_ = call;
     chosen_ = best;
@@ -36,8 +36,13 @@ class Fastest {
 
  private:
   // The first calls are trials, of which the very first ones bring in memory that nobody has used before. Then a few of
-  // so many are: the slowest way may take eight times as long. Both are multiples of the number of ways.
-  static constexpr std::uint64_t kFirstTrials = 2 * kWays, kTrialEvery = 128 * kWays, kTimedEvery = 8;
+  // so many are: the slowest way may take eight times as long. A 16th and a quarter of the way to these, others mend
+  // what the first have misjudged.
+  static constexpr std::uint64_t kTrialEvery = 128 * kWays, kTimedEvery = 8;
+  static bool is_trial(std::uint64_t call) {
+    if (call >= kTrialEvery) return call % kTrialEvery < kWays;
+    return call < 2 * kWays || call - kTrialEvery / 16 < kWays || call - kTrialEvery / 4 < kWays;
+  }
   // The least of the latest calls counts: a thread may lose its core in the others.
   static constexpr std::size_t kKept = 3;
 

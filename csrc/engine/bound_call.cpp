@@ -61,6 +61,7 @@ BoundCall::BoundCall(const Team& team, const Program& program, const Call& call,
     // Only the root has something to give, or to take, and it does so while the others copy or read.
     worth_fetching &= !has_root(call.operation);
     may_stream_ &= lesser(largest, slice_bytes_) >= kernels::kLeastStreamed;
+    largest_ = std::max(largest_, lesser(largest, slice_bytes_));
     channels_.push_back({std::max<std::size_t>(1, ceil_div(largest, slice_bytes_)), {}});
   }
   const bool combined = reduces(call.operation) && in_place_ && !scaled_;

@@ -84,6 +84,8 @@ class BoundCall {
   const std::vector<BoundChannel>& channels() const { return channels_; }
   std::size_t slice_bytes() const { return slice_bytes_; }
   std::size_t spread_bytes() const { return spread_bytes_; }
+  // Of the largest value, bytes.
+  std::size_t largest() const { return largest_; }
   Packing packing() const { return packing_; }
   // The way that was asked for, or `copy` where the call cannot go that way.
   Way way() const { return taken(asked_); }
@@ -121,7 +123,7 @@ class BoundCall {
   Call call_;
   std::vector<Block> inputs_, outputs_;
   std::size_t element_;  // bytes
-  std::size_t slice_bytes_, spread_bytes_;
+  std::size_t slice_bytes_, spread_bytes_, largest_ = 0;
   Packing packing_;
   bool in_place_;  // the one input is the one output
   bool scaled_;    // inputs are multiplied by the call's factor

@@ -61,7 +61,20 @@ const BoundCall& SharedMemoryEngine::bind(const Call& call, const Buffers& buffe
   const Program& program = program_for(call, choice.plan);
   if (bound_.size() == kBound) bound_.pop_back();
   bound_.emplace_front(*team_, program, call, buffers, slice_bytes(call, program, choice.slice_bytes), options(), way);
+  if (bound_.front().has_choice()) populate(bound_.front());
   return bound_.front();
+}
+
+// The kernel gives memory page by page when it is first touched. That must not be taken for slow copies, so slots are
+// touched before ways are compared.
+void SharedMemoryEngine::populate(const BoundCall& bound) {
+  const Geometry& geometry = team_->geometry();
+  const std::size_t bytes =
+      lesser(geometry.slot_bytes, std::max<std::size_t>(bound.largest(), bound.spread_bytes() / geometry.depth));
+  if (bytes <= populated_) return;
+  populated_ = bytes;
+  for (int channel = 0; channel < static_cast<int>(geometry.channels); ++channel)
+    for (std::uint64_t seq = 0; seq < geometry.depth; ++seq) team_->own().populate(channel, seq, bytes);
 }
 
 // Binds the call. An error other than wrong arguments happens on this rank alone, so it breaks the group: the others
@@ -100,6 +113,7 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
   // If the call fails they are lost: they would be those of some of its values only.
   std::vector<float> rests = feeds_back ? call.feedback->take(rounding, call.count) : std::vector<float>();
   const bool timed = timed_if_choice && bound.has_choice();
+  Nanoseconds spent = 0;
   Execution execution(*team_, bound, workspace_, call, id,
                       feeds_back ? reinterpret_cast<std::byte*>(rests.data()) : nullptr, timed);
   const auto fail = [&](const Error& error) {
@@ -132,12 +146,15 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
         else
           waiting.idle(execution.awaits(), check_on_peers);
       }
+      const Nanoseconds moved = timed ? now() : 0;
       // Lent memory must not change before it is read. And what a root sent over links is lost if its process ends
       // before the peers have read it, unlike what is in slots.
       const bool rooted = links != nullptr && has_root(call.operation);
       if (rooted) links->settle();
       if (execution.lent() > 0 || rooted)
         while (!execution.all_read(rooted)) waiting.idle(execution.awaits(), check_on_peers);
+      // All peers have come by now, so this wait is for what they have to do because this rank lends.
+      if (timed) spent = execution.moved_for() + now() - moved;
       if (execution.sends_away())
         while (!links->sent()) waiting.idle(kAwaitsAll, check_on_peers);
       waiting.moved();
@@ -152,7 +169,7 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
       throw;
     }
     execution.finish();
-    if (timed) ways_.note(call, bytes, bound.way(), execution.moved_for());
+    if (timed) ways_.note(call, bytes, bound.way(), spent);
   } catch (const Error& error) {
     fail(error);
     team_->fate().throw_if_aborted();  // the group's first error, which need not be this one

@@ -32,6 +32,7 @@ class SharedMemoryEngine final : public Engine {
 
   const BoundCall& bind(const Call& call, const Buffers& buffers, Way way);
   const BoundCall& bind_or_abort(const Call& call, const Buffers& buffers, Way way);
+  void populate(const BoundCall& bound);
   void reach(const Call& call, const Program& program, const std::string& what);
   void look(const Call& call, std::uint64_t seq, const Execution& execution, Nanoseconds waited) const;
   int gpu_waiting_for(int rank) const;
@@ -47,6 +48,7 @@ class SharedMemoryEngine final : public Engine {
   std::deque<BoundCall> bound_;      // the latest kBound calls that differ, the newest first
   int choices_bound_ = 0;            // what choices_made() was when they were bound
   const std::uint64_t number_;       // among the engines of this process
+  std::size_t populated_ = 0;        // bytes of each slot that are there
   Ways ways_;                        // in which values from outside of the arena are passed on
   std::set<const Program*> linked_;  // whose peers on other hosts have been reached
   Placement placement_;

@@ -32,7 +32,7 @@ class Ways {
     // Who lends leaves the work to its readers. What that costs shows only where all ranks lend.
     return {way, way == Way::lend ? trial : timed};
   }
-  // For how long that call has moved data on this rank, apart from waiting.
+  // For how long that call has moved data on this rank, and has waited for others to read what it lent.
   void note(const Call& call, std::size_t bytes, Way way, Nanoseconds spent) {
     of(call, bytes).note(static_cast<std::size_t>(way), spent * 1000 / static_cast<std::int64_t>(bytes));
   }

@@ -1,5 +1,7 @@
 #include "transport/region.h"
 
+#include <sys/mman.h>
+
 #include <bit>
 #include <cstring>
 
@@ -98,6 +100,15 @@ std::string CallHistory::op_of(std::uint64_t seq) const {
   if (stamp.load(std::memory_order_relaxed) != seq) return "";
   const auto* const begin = reinterpret_cast<const char*>(text.data());
   return {begin, strnlen(begin, kNameBytes)};
+}
+
+void Region::populate(int channel, std::uint64_t seq, std::size_t bytes) const {
+#ifdef MADV_POPULATE_WRITE
+  const auto begin = reinterpret_cast<std::uintptr_t>(slot(channel, seq).payload());
+  const std::uintptr_t page = begin / kPage * kPage;
+  madvise(reinterpret_cast<void*>(page), begin + bytes - page,
+          MADV_POPULATE_WRITE);  // NOLINT(performance-no-int-to-ptr)
+#endif
 }
 
 void Region::forget(int rank, int channels) const {

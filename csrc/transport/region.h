@@ -194,6 +194,8 @@ class Region {
   explicit operator bool() const { return base_ != nullptr; }
 
   RankControl& control() const { return *reinterpret_cast<RankControl*>(base_); }
+  // Has the kernel provide memory for so many bytes of a slot's payload, if it does that at all.
+  void populate(int channel, std::uint64_t seq, std::size_t bytes) const;
   // A slot of this rank's outbox.
   SlotHeader& slot(int channel, std::uint64_t seq) const {
     const std::size_t index = static_cast<std::size_t>(channel) * depth_ + (seq & (depth_ - 1));
