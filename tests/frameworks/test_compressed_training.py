@@ -238,6 +238,58 @@ def test_all_ranks_gather_the_same() -> None:
     assert np.array_equal(first, second)
 
 
+def refused_splits(me: Rank) -> None:
+    with me.join():
+        with pytest.raises(InvalidArgument, match=r"input has shape \[3, 2\] and output_split_sizes is None"):
+            hooks.all_to_all(torch.ones(3, 2))
+        with pytest.raises(InvalidArgument, match=r"input_split_sizes is \[1\]; it must have 2 sizes"):
+            hooks.all_to_all(torch.ones(4, 2), [2, 2], [1])
+        with pytest.raises(
+            InvalidArgument, match=r"input_split_sizes has the sum 3; it must be that of input's rows, 4"
+        ):
+            hooks.all_to_all(torch.ones(4, 2), [2, 2], [1, 2])
+        with pytest.raises(InvalidArgument, match=r"a tensor of torch\.int32 on cpu cannot be compressed"):
+            hooks.all_to_all(torch.ones(4, 2, dtype=torch.int32))
+        assert hooks.all_to_all(torch.ones(0, 2)).shape == (0, 2)
+        assert hooks.all_to_all(torch.arange(8.0)[::2]).equal(torch.tensor([[0.0, 2.0] * 2, [4.0, 6.0] * 2][me.rank]))
+
+
+def test_splits_that_are_refused() -> None:
+    run(refused_splits, 2)
+
+
+def exchanged(me: Rank, wire_dtype: str, dtype: torch.dtype, even: bool) -> None:
+    """Tokens go to experts and back, and their gradients the other way."""
+    most = {"bfloat16": 2**-8, "int8": 1 / 127, "int4": 1 / 7}[wire_dtype]
+    with me.join():
+        sent = [4] * me.size if even else [(me.rank + to) % 3 * 5 for to in range(me.size)]
+        received = [4] * me.size if even else [(of + me.rank) % 3 * 5 for of in range(me.size)]
+        tokens = [
+            torch.randn(sum(sent), 33, generator=torch.Generator().manual_seed(each)).to(dtype)
+            for each in range(me.size)
+        ]
+        splits = (None, None) if even else (received, sent)
+        mine = tokens[me.rank].clone().requires_grad_()
+        found = hooks.all_to_all(mine, *splits, wire_dtype=wire_dtype)
+        assert found.dtype == dtype and found.shape == (sum(received), 33)
+        if even:
+            wanted = torch.cat([each.split(4)[me.rank] for each in tokens])
+            assert (found - wanted).abs().max() <= most * wanted.abs().max() + 2**-7 * (dtype != torch.float32)
+        back = hooks.all_to_all(found.detach(), *splits[::-1], wire_dtype=wire_dtype)
+        assert (back - mine).abs().max() <= 2.5 * most * mine.abs().max() + 2**-6 * (dtype != torch.float32)
+        (found * 2).sum().backward()
+        assert mine.grad is not None and (mine.grad - 2).abs().max() <= 2 * most
+
+
+@pytest.mark.parametrize("even", (True, False), ids=("even", "uneven"))
+@pytest.mark.parametrize(
+    ("wire_dtype", "dtype"), (("int8", torch.float32), ("int4", torch.bfloat16), ("bfloat16", torch.float32))
+)
+def test_tokens_to_experts_and_back(wire_dtype: str, dtype: torch.dtype, even: bool) -> None:
+    apart_all = run(exchanged, 3, wire_dtype, dtype, even)
+    assert apart_all == [None] * 3
+
+
 def refused(me: Rank) -> None:
     with me.join():
         model = DistributedDataParallel(nn.Linear(4, 4).double())
