@@ -286,8 +286,7 @@ def exchanged(me: Rank, wire_dtype: str, dtype: torch.dtype, even: bool) -> None
     ("wire_dtype", "dtype"), (("int8", torch.float32), ("int4", torch.bfloat16), ("bfloat16", torch.float32))
 )
 def test_tokens_to_experts_and_back(wire_dtype: str, dtype: torch.dtype, even: bool) -> None:
-    apart_all = run(exchanged, 3, wire_dtype, dtype, even)
-    assert apart_all == [None] * 3
+    assert run(exchanged, 3, wire_dtype, dtype, even) == [None] * 3
 
 
 def refused(me: Rank) -> None:
