@@ -41,7 +41,6 @@ BoundCall::BoundCall(const Team& team, const Program& program, const Call& call,
       packing_(packs(call, program) ? call.packing : Packing::none),
       in_place_(inputs_.size() == 1 && outputs_.size() == 1 && inputs_[0].data == outputs_[0].data),
       scaled_(reduces(call.operation) && call.reduce_op == ReduceOp::premul_sum),
-      asked_(way),
       withdrawals_(team.withdrawals()),  // before anybody asks what is in the arena
       in_arena_(in_arena()) {
   std::size_t written = 0;
@@ -68,6 +67,7 @@ BoundCall::BoundCall(const Team& team, const Program& program, const Call& call,
   // Beyond the caches, ordinary loads and stores are faster than the kernel's.
   const bool kernel_is_faster = combined ? team.size() == 2 || written <= options.most_fetch_bytes : !outgrows_caches_;
   may_lend_ = worth_fetching && kernel_is_faster;
+  way_ = taken(way);
   offers_ = combined && (opens_memory() || team.in_arena(outputs_[0].data, outputs_[0].count * element_));
 
   for (std::size_t c = 0; c < channels_.size(); ++c)
@@ -88,7 +88,7 @@ bool BoundCall::serves(const Call& call, const Buffers& buffers, Way way) const 
   return call_.operation == call.operation && call_.dtype == call.dtype && call_.reduce_op == call.reduce_op &&
          call_.root == call.root && call_.packing == call.packing && call_.count == call.count &&
          call_.largest == call.largest && call_.shape == call.shape && withdrawals_ == team_->withdrawals() &&
-         (!has_choice_ || taken(way) == this->way()) && (!may_lend_ || team_->opens_memory()) &&
+         (!has_choice_ || taken(way) == way_) && (!may_lend_ || team_->opens_memory()) &&
          same(inputs_, buffers.input) && same(outputs_, buffers.output);
 }
 

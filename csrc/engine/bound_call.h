@@ -88,9 +88,9 @@ class BoundCall {
   std::size_t largest() const { return largest_; }
   Packing packing() const { return packing_; }
   // The way that was asked for, or `copy` where the call cannot go that way.
-  Way way() const { return taken(asked_); }
+  Way way() const { return way_; }
   // Whether anything may be lent from outside of the arena.
-  bool opens_memory() const { return way() == Way::lend; }
+  bool opens_memory() const { return way_ == Way::lend; }
   // Team::withdrawals() when it was bound, and whether all that was in the arena then still is.
   std::uint64_t withdrawals() const { return withdrawals_; }
   bool still_shared() const;
@@ -127,7 +127,7 @@ class BoundCall {
   Packing packing_;
   bool in_place_;  // the one input is the one output
   bool scaled_;    // inputs are multiplied by the call's factor
-  Way asked_;
+  Way way_ = Way::copy;
   bool may_lend_, may_stream_;  // where values outside of the arena may go other ways
   bool has_choice_ = false;     // and there are some
   bool offers_ = false;         // chunks are lent to be returned

@@ -38,8 +38,8 @@ void copy(std::span<void* const> dsts, const void* src, std::size_t bytes);
 
 // The same to one dst and past the caches: for what nobody reads soon. Complete, for other threads too, when it
 // returns. Not worth it for fewer than kLeastStreamed bytes.
-inline constexpr std::size_t kLeastStreamed = 4096;
 void stream(void* dst, const void* src, std::size_t bytes);
+inline constexpr std::size_t kLeastStreamed = 4096;
 
 // dst[i] = src[i] * factor, rounded once to dtype (premul_sum). `dst` may be `src`. Floating point and complex only.
 void scale(DType dtype, void* dst, const void* src, std::size_t count, double factor);
