@@ -71,7 +71,7 @@ def test_algorithms(collective: str, algorithm: str, ranks: int) -> None:
 
 
 def large_first_call(me: Rank, options: ringreduce.Options) -> None:
-    with me.join(timeout=5, options=options):
+    with me.join(options=options):
         for call in range(3):
             all_reduce(me, 5 * SEVERAL_SLICES, call)
 

@@ -47,8 +47,8 @@ def goes_on(expected: list[int], me: Rank) -> None:
     assert dist.get_world_size() == len(expected) and dist.get_rank() == expected.index(me.rank)
 
 
-def survive(me: Rank, hosts: str, timeout: float) -> Any:
-    with me.join(options=place(me, hosts), timeout=timeout):
+def survive(me: Rank, hosts: str, call_timeout: float | None) -> Any:
+    with me.join(options=place(me, hosts), call_timeout=call_timeout):
         dist.barrier()
         me.report("in the loop")
         fails(-1)
@@ -66,7 +66,7 @@ def survive(me: Rank, hosts: str, timeout: float) -> Any:
 
 @pytest.mark.parametrize("hosts", HOSTS)
 def test_survivors_agree_and_go_on(hosts: str) -> None:
-    with Ranks(survive, 4, hosts, 3.0 if hosts == "gloo" else 30.0) as ranks:
+    with Ranks(survive, 4, hosts, 3.0 if hosts == "gloo" else None) as ranks:
         ranks.reports()
         ranks.signal(1, signal.SIGKILL)
         agreed = ranks.results(but=(1,))
@@ -126,7 +126,7 @@ def test_the_process_that_has_the_store_dies() -> None:
 
 
 def test_two_deaths_at_once_and_one_survivor() -> None:
-    with Ranks(survive, 3, "one host", 30.0) as ranks:
+    with Ranks(survive, 3, "one host", None) as ranks:
         ranks.reports()
         ranks.signal(0, signal.SIGKILL)
         ranks.signal(2, signal.SIGKILL)

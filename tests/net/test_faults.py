@@ -230,7 +230,7 @@ def test_a_stop_shorter_than_the_timeout_is_no_error(network: Network) -> None:
 
 
 def never_comes(me: Rank) -> Any:
-    with me.join(timeout=1.5):
+    with me.join(call_timeout=1.5):
         dist.barrier()
         start = time.monotonic()
         outcome = None
@@ -417,7 +417,7 @@ def test_a_link_that_is_cut_for_good_is_named(
 
 def exchange_without_a_link(me: Rank) -> Any:
     """Rank 0 sends, and rank 9 receives, or the reverse."""
-    with me.join(timeout=2, options=ringreduce.Options(dead_after=30)):
+    with me.join(call_timeout=2, options=ringreduce.Options(dead_after=30)):
         assert me.rank != 0 or 9 not in {link.peer for link in backend_of(None).links()}
         me.report("here")
         sender = me.hear()
