@@ -114,14 +114,16 @@ install_missing = missing=$$($(PY) -c "$$MISSING_TOOLS" $(1)) || exit 1; [ -z "$
   { echo "      installing" $$missing; $(PY) -m pip install -q $$missing; } || \
   { echo "error: missing, and pip could not install:" $$missing >&2; exit 1; }
 
+# By its whole path: Python looks for itself on PATH, where the new environment comes first.
 $(VENV)/.python:
 	@echo "[1/4] Python environment in $(VENV)"
-	@[ -x $(PY) ] || if $(PYTHON) -c "$$TORCH_USABLE"; then \
-	  $(PYTHON) -m pip --version >/dev/null 2>&1 && pip=--without-pip || pip=; \
-	  $(PYTHON) -m venv --system-site-packages $$pip $(VENV) && \
+	@[ -x $(PY) ] || { python=$$(command -v $(PYTHON)) || { echo "error: there is no $(PYTHON)" >&2; exit 1; }; \
+	if "$$python" -c "$$TORCH_USABLE"; then \
+	  "$$python" -m pip --version >/dev/null 2>&1 && pip=--without-pip || pip=; \
+	  "$$python" -m venv --system-site-packages $$pip $(VENV) && \
 	  site=$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
-	  $(PYTHON) -c "$$PARENT_PACKAGES" > "$$site/parent_packages.pth"; \
-	else $(PYTHON) -m venv $(VENV); fi
+	  "$$python" -c "$$PARENT_PACKAGES" > "$$site/parent_packages.pth"; \
+	else "$$python" -m venv $(VENV); fi; }
 	@touch $@
 
 $(VENV)/.torch: $(VENV)/.python

@@ -1,12 +1,16 @@
-"""What pyproject.toml and the Makefile say twice is the same."""
+"""What pyproject.toml and the Makefile say twice is the same, and what the Makefile makes of a Python."""
 
 from __future__ import annotations
 
 import importlib
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 tomllib = pytest.importorskip("tomllib")  # from Python 3.11 on
 
@@ -57,3 +61,14 @@ def test_a_build_asks_for_the_torch_that_it_is_for(
 def test_users_get_no_tools_of_contributors() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(extras) == {"plan", "plot", "cuda", "cupy", "numba"}
+
+
+def test_an_environment_that_a_python_with_torch_makes(tmp_path: Path) -> None:
+    """It has that torch, and finds the packages of its parent once: a folder that names itself would find no end."""
+    made = tmp_path / "made"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "MAKEFLAGS": ""}
+    subprocess.run(["make", f"VENV={made}", f"{made}/.python"], cwd=ROOT, env=environment, check=True, timeout=60)
+    command = [f"{made}/bin/python", "-c", "import sys, torch; print(torch.__file__, len(sys.path) - len({*sys.path}))"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert (found.stdout.split(), found.stderr) == ([torch.__file__, "0"], "")
