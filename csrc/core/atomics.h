@@ -2,6 +2,7 @@
 #pragma once
 
 #include <linux/futex.h>
+#include <linux/membarrier.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -20,12 +21,27 @@ inline void fence([[maybe_unused]] std::memory_order order) {
 #endif
 }
 
+// After accept_fences(), fence_all() in any process acts as a full fence in every thread of this one. So of two sides
+// that need a fence each, the one that needs it often can leave it out. Both return false if the kernel cannot do it.
+inline bool accept_fences() { return syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_GLOBAL_EXPEDITED, 0, 0) == 0; }
+inline bool fence_all() { return syscall(SYS_membarrier, MEMBARRIER_CMD_GLOBAL_EXPEDITED, 0, 0) == 0; }
+
 // For a loop that looks at a word again and again.
 inline void cpu_relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
 #else
   asm volatile("yield");
+#endif
+}
+
+// Begins to bring a cache line here, to be read, or to be written.
+inline void prefetch(const void* line) { __builtin_prefetch(line, 0); }
+inline void prefetch_to_write(const void* line) {
+#if defined(__x86_64__)
+  asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(line)));  // not by default part of what GCC may use
+#else
+  __builtin_prefetch(line, 1);
 #endif
 }
 

@@ -140,11 +140,16 @@ bool Execution::find_operands(const At& at, const BoundStep& step, Value& value)
   for (const Source& source : step.step->recv) {
     const std::uint64_t seq = seq_of(at, source.peer, source.send_index);
     const SlotHeader& slot = team_.region(source.peer).slot(static_cast<int>(at.channel), seq);
-    // Acquire, by way of seq_cst: what the sender stored before the stamp is visible.
+    // Acquires what the sender stored before the stamp. seq_cst, for who looks for the last time before it sleeps.
     if (slot.stamp.load(std::memory_order_seq_cst) != seq + 1) return blocked(at, source.peer);
+    prefetch(&slot + 1);  // where a small value lies
     if (slot.fingerprint != fingerprint_)
       throw Error(ErrorKind::mismatch, team_.fate().describe(source.peer) + " sent data of another call", source.peer);
     take(step, source, slot, value);
+    if (!team_.elsewhere(source.peer)) {
+      ChannelState& state = work_.channels[at.channel];
+      state.read_by[static_cast<std::size_t>(source.peer)] = state.tail[static_cast<std::size_t>(team_.rank())];
+    }
   }
   if (value.local != nullptr) {
     const auto position = static_cast<std::size_t>(step.step->local_position);
@@ -242,7 +247,7 @@ void Execution::publish(const At& at, const BoundStep& step, const Value& value,
   slot.kept = value.kept ? 1 : 0;
   slot.failed = value.failed;
   work_.channels[at.channel].readers[seq & (team_.geometry().depth - 1)] = step.step->send;
-  slot.stamp.store(seq + 1, std::memory_order_seq_cst);  // releases the payload
+  slot.stamp.store(seq + 1, std::memory_order_release);
   SlotValue sent{.data = lent == nullptr ? value.room : lent, .lent = lent != nullptr};
   if (step.leaves && bound_.packing() != Packing::none)
     pack_for_others(sent, value.bytes, step.step->partial ? rests_of(at, step) : nullptr);
@@ -255,7 +260,7 @@ void Execution::acknowledge(const At& at, const BoundStep& step) {
   const int channel = static_cast<int>(at.channel);
   for (const Source& source : step.step->recv) {
     const std::uint64_t seq = seq_of(at, source.peer, source.send_index);
-    team_.own().acknowledgement(source.peer, channel, seq).store(seq + 1, std::memory_order_seq_cst);
+    team_.own().acknowledgement(source.peer, channel, seq).store(seq + 1, std::memory_order_release);
     team_.peer(source.peer).slot_read(channel, seq);
   }
 }
@@ -382,7 +387,8 @@ int Execution::slow_reader(std::size_t channel, std::uint64_t seq, bool elsewher
   if (before == 0) return -1;
   for (const int reader : work_.channels[channel].readers[seq & (depth - 1)]) {
     if (!elsewhere && team_.elsewhere(reader)) continue;
-    // Acquire, by way of seq_cst (see Team::notify): the reader's loads of the old content come before our stores.
+    if (work_.channels[channel].read_by[static_cast<std::size_t>(reader)] >= before) continue;
+    // Acquires: the reader's loads of the old content come before our stores. seq_cst as in find_operands().
     const std::uint64_t read =
         team_.region(reader).acknowledgement(own, static_cast<int>(channel), seq).load(std::memory_order_seq_cst);
     if (read < before) return reader;
@@ -412,6 +418,10 @@ void Execution::finish() {
     std::vector<std::uint64_t>& tail = work_.channels[c].tail;
     for (std::size_t r = 0; r < tail.size(); ++r)
       tail[r] += bound_.channels()[c].rounds * bound_.program().channels[c].sends[r];
+    // The next call's slot is taken back from the caches of its readers while the program does something else.
+    const SlotHeader& next = team_.own().slot(static_cast<int>(c), tail[static_cast<std::size_t>(team_.rank())]);
+    prefetch_to_write(&next);
+    prefetch_to_write(&next + 1);
   }
 }
 

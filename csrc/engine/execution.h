@@ -30,6 +30,9 @@ struct ChannelState {
   // State that outlives a call: the position of each rank's outbox, and the readers of the slots of ours.
   std::vector<std::uint64_t> tail;            // per rank: the sequence number of its next slot
   std::vector<std::span<const int>> readers;  // per slot of our outbox: who must have read it before it is written
+  // Per rank of this host: it has read all slots of ours before this number, since it has begun a later call. That
+  // saves a look at its acknowledgements, which would take their cache line from it.
+  std::vector<std::uint64_t> read_by;
 
   // Where a round stands.
   struct Round {

@@ -45,6 +45,7 @@ SharedMemoryEngine::SharedMemoryEngine(std::shared_ptr<Team> team, const Options
   workspace_.channels.resize(geometry.channels);
   for (ChannelState& channel : workspace_.channels) {
     channel.tail.resize(geometry.ranks);
+    channel.read_by.resize(geometry.ranks);
     channel.readers.resize(geometry.depth);
   }
 }

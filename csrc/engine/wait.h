@@ -93,10 +93,12 @@ class Waiting {
   void arm(std::uint64_t awaits) {
     seen_ = doorbell_.rings.load(std::memory_order_seq_cst);
     doorbell_.awaits.store(awaits_ = awaits, std::memory_order_seq_cst);
-    if (armed_) return;
-    doorbell_.sleepers.fetch_add(1, std::memory_order_seq_cst);
-    armed_ = true;
-    if (links_ != nullptr) links_->hand_over(true);
+    if (!armed_) {
+      doorbell_.sleepers.fetch_add(1, std::memory_order_seq_cst);
+      armed_ = true;
+      if (links_ != nullptr) links_->hand_over(true);
+    }
+    doorbell_.fence_ringers();
   }
 
   void disarm() {

@@ -27,7 +27,8 @@ class alignas(64) Peer final {
         rank_(rank),
         memory_(std::move(memory)),
         thread_(thread),
-        arena_(std::move(arena)) {}
+        arena_(std::move(arena)),
+        fenced_(accept_fences()) {}
   // A peer of another host: `mirror` keeps the region mapped.
   Peer(int rank, const Region& region, std::shared_ptr<const void> mirror, Links& links)
       : region_(region), links_(&links), rank_(rank), memory_(std::move(mirror)) {}
@@ -35,23 +36,23 @@ class alignas(64) Peer final {
   const Region& region() const { return region_; }
   bool elsewhere() const { return links_ != nullptr; }
 
-  // Notifications about slots and mailboxes. The caller has stored the stamp or the acknowledgement with seq_cst order;
-  // these functions then tell this peer that a slot was filled for it, or that one of its own slots was read.
+  // Notifications about slots and mailboxes. The caller has stored the stamp or the acknowledgement; these functions
+  // then tell this peer that a slot was filled for it, or that one of its own slots was read.
   void slot_filled(int channel, std::uint64_t seq, const SlotValue& value) {
     if (elsewhere()) return links_->slot_filled(rank_, channel, seq, value);
-    region_.control().for_calls.notify(own_);
+    region_.control().for_calls.notify(own_, fenced_);
   }
   void slot_read(int channel, std::uint64_t seq) {
     if (elsewhere()) return links_->slot_read(rank_, channel, seq);
-    region_.control().for_calls.notify(own_);
+    region_.control().for_calls.notify(own_, fenced_);
   }
   void message_filled(std::uint64_t seq) {
     if (elsewhere()) return links_->message_filled(rank_, seq);
-    region_.control().for_messages.notify(own_);
+    region_.control().for_messages.notify(own_, fenced_);
   }
   void message_read(std::uint64_t seq) {
     if (elsewhere()) return links_->message_read(rank_, seq);
-    region_.control().for_messages.notify(own_);
+    region_.control().for_messages.notify(own_, fenced_);
   }
 
   // The id for read_memory() and write_memory().
@@ -69,6 +70,7 @@ class alignas(64) Peer final {
   std::shared_ptr<const void> memory_;
   int thread_ = 0;
   std::shared_ptr<const PeerArena> arena_;
+  bool fenced_ = false;
 };
 
 }  // namespace ringreduce

@@ -23,6 +23,7 @@
 #include <string_view>
 
 #include "core/arithmetic.h"
+#include "core/atomics.h"
 #include "core/call_header.h"
 #include "core/clock.h"
 #include "core/error.h"
@@ -130,15 +131,25 @@ constexpr std::uint64_t awaits_rank(int rank) { return std::uint64_t{1} << (rank
 struct alignas(64) Doorbell {
   std::atomic<std::uint32_t> rings;
   std::atomic<std::uint32_t> sleepers;
-  std::atomic<std::uint64_t> awaits;  // bits of the ranks that the sleepers wait for (awaits_rank)
+  std::atomic<std::uint64_t> awaits;          // bits of the ranks that the sleepers wait for (awaits_rank)
+  std::atomic<std::uint32_t> fences_ringers;  // 1: who sleeps here calls fence_all() first
 
   void ring();
   // Sleeps until it has been rung since `rings` was `seen`, or `timeout` has passed.
   void sleep(std::uint32_t seen, Nanoseconds timeout) const;
-  // Wakes the rank that sleeps here if it waits for rank `from`. The change must have been stored with seq_cst order:
-  // with the seq_cst order of `sleepers`, `awaits` and the sleeper's last look, either this call sees the sleeper or
-  // the sleeper the change.
-  void notify(int from) {
+  // A sleeper calls this after it has announced itself, and before its last look. If the kernel has just begun to
+  // refuse it, one ring may come late by a sleep.
+  void fence_ringers() {
+    if (fences_ringers.load(std::memory_order_relaxed) != 0 && !fence_all())
+      fences_ringers.store(0, std::memory_order_seq_cst);
+  }
+  // Wakes the rank that sleeps here if it waits for rank `from`, which has just stored what it may wait for. The
+  // sleeper announces itself, then looks for the change; the ringer stores the change, then looks for sleepers. With a
+  // fence in between on both sides, one of them sees the other. `fenced`: whether this process has called
+  // accept_fences().
+  void notify(int from, bool fenced) {
+    std::atomic_signal_fence(std::memory_order_seq_cst);  // the compiler's part of it
+    if (!fenced || fences_ringers.load(std::memory_order_relaxed) == 0) fence(std::memory_order_seq_cst);
     if (sleepers.load(std::memory_order_seq_cst) != 0 &&
         (awaits.load(std::memory_order_seq_cst) & awaits_rank(from)) != 0)
       ring();

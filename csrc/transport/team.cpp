@@ -47,6 +47,8 @@ Team::Team(Own own)
   region_.control().waiting_for.store(-1, std::memory_order_relaxed);
   region_.control().pid.store(own_.name.pid, std::memory_order_relaxed);
   region_.control().global_rank.store(own_.name.global < 0 ? own_.rank : own_.name.global, std::memory_order_relaxed);
+  for (Doorbell* doorbell : {&region_.control().for_calls, &region_.control().for_messages})
+    doorbell->fences_ringers.store(fence_all() ? 1 : 0, std::memory_order_relaxed);
   region_.control().state.store(RankState::live, std::memory_order_release);
 }
 
