@@ -152,8 +152,8 @@ PROGRAM = """
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 dist.all_reduce(total := torch.ones(3))
-made = dist.group.WORLD._get_backend(torch.device("cpu"))
-print(f"{dist.get_backend()} {type(made).__name__} {total.tolist()}\\n", end="", flush=True)
+kind = type(dist.group.WORLD._get_backend(torch.device("cpu"))).__name__
+print(f"{dist.get_backend()} {kind} {total.tolist()}\\n", end="", flush=True)
 store = dist.distributed_c10d._get_default_store()
 store.set(f"rank {dist.get_rank()} is done", "")
 store.wait(["rank 0 is done", "rank 1 is done"])  # Gloo's last message may not have been read yet
