@@ -231,9 +231,9 @@ test: build $(VENV)/.test-tools
 test-rest: build $(VENV)/.test-tools
 	@$(PYTEST) $(PARALLEL) -m slow $(HERE); slow=$$?; \
 	echo; echo "== tests on device cuda: GPUs, or stand-ins =="; \
-	if $(PY) -c "$$CUDA_WITHOUT_GPU"; then $(PYTEST) tests/gpu; gpu=$$?; else gpu=0; fi; \
+	if $(PY) -c "$$CUDA_WITHOUT_GPU"; then $(PYTEST) $(PARALLEL) tests/gpu; gpu=$$?; else gpu=0; fi; \
 	echo; echo "== several hosts: network namespaces =="; \
-	if $(PY) -c "$$NO_NAMESPACES"; then $(PYTEST) tests/net; net=$$?; else net=0; fi; \
+	if $(PY) -c "$$NO_NAMESPACES"; then $(PYTEST) $(PARALLEL) tests/net; net=$$?; else net=0; fi; \
 	exit $$((slow | gpu | net))
 
 test-all:

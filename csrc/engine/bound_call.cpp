@@ -74,7 +74,8 @@ BoundCall::BoundCall(const Team& team, const Program& program, const Call& call,
     for (const Step& step : program.channels[c].steps)
       channels_[c].steps.push_back(bind(team, program.channels[c], step));
   for (const BoundChannel& channel : channels_)
-    for (const BoundStep& step : channel.steps) has_choice_ |= step.stays && step.place != Place::arena;
+    for (const BoundStep& step : channel.steps)
+      has_choice_ |= (step.stays && step.place != Place::arena) || (moves(step) && !reduces(call.operation));
   has_choice_ &= may_lend_ || may_stream_;
 }
 
@@ -130,9 +131,16 @@ BoundStep BoundCall::bind(const Team& team, const ChannelProgram& channel, const
   if (step.returned && offers_)  // a peer on another host cannot write here
     bound.returned = !team.elsewhere(step.recv.empty() ? step.send[0] : step.recv[0].peer);
   if (!step.send.empty()) lend(team, bound);
-  const bool moves = step.write_position >= 0 && bound.output.data != bound.local.data;
-  bound.streams_output = outgrows_caches_ && moves && bound.lends != BoundStep::Lends::output;
+  // What is combined is written once and passed on, what only moves is copied from slots.
+  const bool streams = way_ == Way::stream, combines = reduces(call_.operation);
+  bound.streams_slot = streams && combines && bound.lends == BoundStep::Lends::nothing && !bound.leaves;
+  bound.streams_output =
+      (outgrows_caches_ || (streams && !combines)) && moves(bound) && bound.lends != BoundStep::Lends::output;
   return bound;
+}
+
+bool BoundCall::moves(const BoundStep& bound) {
+  return bound.step->write_position >= 0 && bound.output.data != bound.local.data;
 }
 
 // Decides whether what the step sends is lent, and where its receivers find it.

@@ -58,7 +58,8 @@ struct BoundStep {
   bool stays = false;            // it has receivers on this host,
   bool leaves = false;           // on other hosts
   bool scaled = false;           // the local operand is multiplied by the call's factor first
-  bool streams_output = false;   // past the caches
+  bool streams_slot = false;     // what it copies to its slot goes past the caches,
+  bool streams_output = false;   // what it writes to the output
   double divisor = 1;            // of the combined value
   std::size_t begin = 0;         // of all_reduce: where the chunk begins in the tensor
 };
@@ -110,6 +111,7 @@ class BoundCall {
   static bool same(const std::vector<Block>& known, const Tensors& tensors);
 
   BoundStep bind(const Team& team, const ChannelProgram& channel, const Step& step) const;
+  static bool moves(const BoundStep& bound);  // whether it writes what it has from elsewhere
   void lend(const Team& team, BoundStep& bound) const;
   Range range(const Block& block, const ChannelProgram& channel, const Step& step) const;
   Bytes chunk(const Block& block, const ChannelProgram& channel, const Step& step) const;

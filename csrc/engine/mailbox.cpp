@@ -274,7 +274,7 @@ bool Mailbox::send_some(int rank, Peer& peer) {
     std::copy_n(m.data + m.moved, n, slot.payload());
   else
     fill(peer, slot, m.data + m.moved, n);
-  slot.stamp.store(++peer.sent, std::memory_order_seq_cst);
+  slot.stamp.store(++peer.sent, std::memory_order_release);
   team_->peer(rank).message_filled(peer.sent - 1);
   m.moved += n;
   if (m.moved == m.bytes) {
@@ -378,7 +378,7 @@ bool Mailbox::receive_some(int rank, Peer& peer) {
   const Nanoseconds begun = timed ? now() : 0;
   if (to != nullptr && n > 0) std::memcpy(to + arrival.moved, slot.payload(), n);
   if (timed) slot.taken = static_cast<std::uint32_t>(std::min<Nanoseconds>(now() - begun, MessageHeader::kNotTimed));
-  slot.consumed.store(++peer.received, std::memory_order_seq_cst);
+  slot.consumed.store(++peer.received, std::memory_order_release);
   team_->peer(rank).message_read(peer.received - 1);
   arrival.moved += n;
   if (arrival.receive) arrival.receive->moved = arrival.moved;

@@ -19,7 +19,7 @@ namespace ringreduce {
 enum class Way : std::uint8_t {
   lend,    // the peers read it where it is
   copy,    // it is copied to a slot, and stays in this core's caches
-  stream,  // it is copied to a slot past the caches
+  stream,  // as `copy`, but past the caches: to the slot if it is combined, else from there to the output
 };
 
 class Ways {

@@ -26,9 +26,10 @@ def while_late(late: torch.cuda.Stream, begin: Callable[[], None], observe: Call
         torch.cuda.synchronize()
         with torch.cuda.stream(late):
             delay(milliseconds)
+            delayed = late.record_event()
             begin()
         seen = observe()
-        if not late.query():
+        if not delayed.query():  # the stream itself may be a moment from the end of what `begin` queued
             late.synchronize()
             return seen
     pytest.fail("the late stream was never late: what should not wait for it does")
