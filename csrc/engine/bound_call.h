@@ -72,7 +72,7 @@ struct BoundChannel {
 class BoundCall {
  public:
   // `team` and `program` must outlive this object. `slice_bytes`: the most that a slice may hold, a multiple of 64 and
-  // at most a slot. `way`: how values from outside of the arena are passed on, where there is a choice.
+  // at most a slot. `way`: how values are passed on and outputs stored, where there is a choice.
   BoundCall(const Team& team, const Program& program, const Call& call, const Buffers& buffers, std::size_t slice_bytes,
             const Engine::Options& options, Way way);
 
@@ -130,8 +130,8 @@ class BoundCall {
   bool in_place_;  // the one input is the one output
   bool scaled_;    // inputs are multiplied by the call's factor
   Way way_ = Way::copy;
-  bool may_lend_, may_stream_;  // where values outside of the arena may go other ways
-  bool has_choice_ = false;     // and there are some
+  bool may_lend_, may_stream_;  // whether this call may go these ways,
+  bool has_choice_ = false;     // and does something else there
   bool offers_ = false;         // chunks are lent to be returned
   bool outgrows_caches_;
   std::uint64_t withdrawals_;

@@ -49,7 +49,7 @@ class SharedMemoryEngine final : public Engine {
   int choices_bound_ = 0;            // what choices_made() was when they were bound
   const std::uint64_t number_;       // among the engines of this process
   std::size_t populated_ = 0;        // bytes of each slot that are there
-  Ways ways_;                        // in which values from outside of the arena are passed on
+  Ways ways_;                        // in which values are passed on, and outputs stored
   std::set<const Program*> linked_;  // whose peers on other hosts have been reached
   Placement placement_;
 };

@@ -1,6 +1,6 @@
-// The ways in which a rank passes a value to ranks of its host, and which of them is the fastest now. All ranks try
-// them in the same calls, and each rank goes on with what was the fastest for it. Ranks need not agree: a slot says
-// where its value is.
+// The ways in which a rank passes a value to ranks of its host, and stores what it takes, and which of them is the
+// fastest now. All ranks try them in the same calls, and each rank goes on with what was the fastest for it. Ranks need
+// not agree: a slot says where its value is.
 #pragma once
 
 #include <bit>
