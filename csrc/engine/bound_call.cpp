@@ -82,6 +82,7 @@ BoundCall::BoundCall(const Team& team, const Program& program, const Call& call,
 Way BoundCall::taken(Way asked) const {
   if (asked == Way::lend && may_lend_) return Way::lend;
   if (asked == Way::stream && may_stream_) return Way::stream;
+  if (asked == Way::settle && may_stream_ && !reduces(call_.operation)) return Way::settle;
   return Way::copy;
 }
 
@@ -131,11 +132,9 @@ BoundStep BoundCall::bind(const Team& team, const ChannelProgram& channel, const
   if (step.returned && offers_)  // a peer on another host cannot write here
     bound.returned = !team.elsewhere(step.recv.empty() ? step.send[0] : step.recv[0].peer);
   if (!step.send.empty()) lend(team, bound);
-  // What is combined is written once and passed on, what only moves is copied from slots.
-  const bool streams = way_ == Way::stream, combines = reduces(call_.operation);
-  bound.streams_slot = streams && combines && bound.lends == BoundStep::Lends::nothing && !bound.leaves;
+  bound.streams_slot = way_ == Way::stream && bound.lends == BoundStep::Lends::nothing && !bound.leaves;
   bound.streams_output =
-      (outgrows_caches_ || (streams && !combines)) && moves(bound) && bound.lends != BoundStep::Lends::output;
+      (outgrows_caches_ || way_ == Way::settle) && moves(bound) && bound.lends != BoundStep::Lends::output;
   return bound;
 }
 

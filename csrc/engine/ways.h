@@ -19,7 +19,8 @@ namespace ringreduce {
 enum class Way : std::uint8_t {
   lend,    // the peers read it where it is
   copy,    // it is copied to a slot, and stays in this core's caches
-  stream,  // as `copy`, but past the caches: to the slot if it is combined, else from there to the output
+  stream,  // it is copied to a slot past the caches
+  settle,  // as `copy`, but what the calls that only move data take from slots is stored past the caches
 };
 
 class Ways {
@@ -38,7 +39,7 @@ class Ways {
   }
 
  private:
-  using Choice = Fastest<3>;
+  using Choice = Fastest<4>;
 
   Choice& of(const Call& call, std::size_t bytes) {
     return choices_[{call.operation, std::bit_width(bytes), call.op == nullptr ? 0 : call.op->digest}];
