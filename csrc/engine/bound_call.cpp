@@ -132,7 +132,6 @@ BoundStep BoundCall::bind(const Team& team, const ChannelProgram& channel, const
   if (step.returned && offers_)  // a peer on another host cannot write here
     bound.returned = !team.elsewhere(step.recv.empty() ? step.send[0] : step.recv[0].peer);
   if (!step.send.empty()) lend(team, bound);
-  bound.streams_slot = way_ == Way::stream && bound.lends == BoundStep::Lends::nothing && !bound.leaves;
   bound.streams_output =
       (outgrows_caches_ || way_ == Way::settle) && moves(bound) && bound.lends != BoundStep::Lends::output;
   return bound;

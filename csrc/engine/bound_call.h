@@ -58,8 +58,7 @@ struct BoundStep {
   bool stays = false;            // it has receivers on this host,
   bool leaves = false;           // on other hosts
   bool scaled = false;           // the local operand is multiplied by the call's factor first
-  bool streams_slot = false;     // what it copies to its slot goes past the caches,
-  bool streams_output = false;   // what it writes to the output
+  bool streams_output = false;   // past the caches
   double divisor = 1;            // of the combined value
   std::size_t begin = 0;         // of all_reduce: where the chunk begins in the tensor
 };

@@ -223,8 +223,8 @@ const std::byte* Execution::choose_results(const BoundStep& step, Value& value, 
     // Only one place can be stored past the caches at a time. If the step writes its output, that comes first, and the
     // slot is filled from it.
     const bool writes = value.output != nullptr && !value.there_already;
-    value.streams_slot =
-        step.streams_slot && value.bytes >= kernels::kLeastStreamed && (writes || work_.results.empty());
+    value.streams_slot = lent == nullptr && bound_.way() == Way::stream && !step.leaves &&
+                         value.bytes >= kernels::kLeastStreamed && (writes || work_.results.empty());
     value.slot_follows = value.streams_slot && writes;
     if (lent == nullptr && !value.slot_follows) work_.results.push_back(value.room);
   }

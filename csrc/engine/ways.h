@@ -20,7 +20,7 @@ enum class Way : std::uint8_t {
   lend,    // the peers read it where it is
   copy,    // it is copied to a slot, and stays in this core's caches
   stream,  // it is copied to a slot past the caches
-  settle,  // as `copy`, but what the calls that only move data take from slots is stored past the caches
+  settle,  // as `copy`, but outputs are stored past the caches; only in calls that do not reduce
 };
 
 class Ways {
