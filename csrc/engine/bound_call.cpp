@@ -94,6 +94,13 @@ bool BoundCall::serves(const Call& call, const Buffers& buffers, Way way) const 
          same(inputs_, buffers.input) && same(outputs_, buffers.output);
 }
 
+bool BoundCall::fills_slots() const {
+  return std::any_of(channels_.begin(), channels_.end(), [](const BoundChannel& channel) {
+    return std::any_of(channel.steps.begin(), channel.steps.end(),
+                       [](const BoundStep& step) { return step.stays && step.place == Place::slot; });
+  });
+}
+
 std::vector<bool> BoundCall::in_arena() const {
   std::vector<bool> result;
   for (const std::vector<Block>* side : {&inputs_, &outputs_})

@@ -79,6 +79,8 @@ class BoundCall {
   bool serves(const Call& call, const Buffers& buffers, Way way) const;
   // Whether that depends on `way`.
   bool has_choice() const { return has_choice_; }
+  // Whether anything goes through a slot.
+  bool fills_slots() const;
 
   const Program& program() const { return *program_; }
   const std::vector<BoundChannel>& channels() const { return channels_; }

@@ -62,7 +62,7 @@ const BoundCall& SharedMemoryEngine::bind(const Call& call, const Buffers& buffe
   const Program& program = program_for(call, choice.plan);
   if (bound_.size() == kBound) bound_.pop_back();
   bound_.emplace_front(*team_, program, call, buffers, slice_bytes(call, program, choice.slice_bytes), options(), way);
-  if (bound_.front().has_choice()) populate(bound_.front());
+  if (bound_.front().has_choice() && bound_.front().fills_slots()) populate(bound_.front());
   return bound_.front();
 }
 

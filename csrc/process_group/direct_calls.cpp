@@ -8,6 +8,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <exception>
 #include <limits>
 #include <optional>
 #include <utility>
@@ -23,23 +24,20 @@ namespace {
 
 using c10d::OpType;
 
-// The value of an attribute, whose name is made once.
-py::object get(py::handle object, PyObject* name) {
-  return py::reinterpret_steal<py::object>(PyObject_GetAttr(object.ptr(), name));
-}
-
-// The default group; None if there is none. Tests replace torch's `_world`, so it is looked up each time. Its attribute
-// `_default_pg` saves the call of the property `default_pg`, which is asked where torch has no such attribute.
+// The default group; None if there is none. Tests replace torch's `_world`, so it is looked up each time, in the
+// module's dict, as an attribute takes twice as long. Its attribute `_default_pg` saves the call of the property
+// `default_pg`, which is asked where torch has no such attribute.
 py::object default_group() {
-  static PyObject* const c10d = py::module_::import("torch.distributed.distributed_c10d").release().ptr();
+  static PyObject* const c10d =
+      PyModule_GetDict(py::module_::import("torch.distributed.distributed_c10d").release().ptr());
   static PyObject* const names[] = {PyUnicode_InternFromString("_world"), PyUnicode_InternFromString("_default_pg"),
                                     PyUnicode_InternFromString("default_pg")};
-  const py::object world = get(c10d, names[0]);
-  if (!world) throw py::error_already_set();
-  py::object group = get(world, names[1]);
+  const auto world = py::reinterpret_borrow<py::object>(PyDict_GetItemWithError(c10d, names[0]));
+  if (!world) throw py::attribute_error("torch.distributed.distributed_c10d has no _world");
+  auto group = py::reinterpret_steal<py::object>(PyObject_GetAttr(world.ptr(), names[1]));
   if (!group) {
     PyErr_Clear();
-    group = get(world, names[2]);
+    group = py::reinterpret_steal<py::object>(PyObject_GetAttr(world.ptr(), names[2]));
     if (!group) throw py::error_already_set();
   }
   return group;
@@ -79,17 +77,24 @@ c10::intrusive_ptr<ProcessGroupRing> backend_of(py::handle given) {
   return backend;
 }
 
+// Raises in Python what was thrown, as torch does.
+PyObject* raise(const std::exception_ptr& thrown) {
+  HANDLE_TH_ERRORS
+  std::rethrow_exception(thrown);
+  END_HANDLE_TH_ERRORS
+}
+
 // f(), which returns a new reference; whatever it throws is raised in Python.
 template <class F>
 PyObject* guarded(F f) {
-  HANDLE_TH_ERRORS
   try {
     return f();
   } catch (const Error& error) {
-    raise(error);
+    ringreduce::raise(error);
     return nullptr;
+  } catch (...) {
+    return raise(std::current_exception());
   }
-  END_HANDLE_TH_ERRORS
 }
 
 using Arguments = PyObject* const*;
