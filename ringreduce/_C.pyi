@@ -138,7 +138,7 @@ class Settings:
     def __init__(
         self,
         *,
-        patience: tuple[int, int] = ...,
+        patience: tuple[int, int, bool] = ...,
         slices: int | None,
         least_slice_bytes: int,
         most_slice_bytes: int,

@@ -5,10 +5,16 @@
 //
 // So every rank says on which core it is. One that finds its core with more than its share of the ranks goes to its own
 // core of an even distribution, and is free to be moved again.
+//
+// So, too, a rank that waits in a small call knows whether to keep its core. Every rank of such a call needs all
+// others, unless one is its root. Until the ranks of its core have come, a yield lets them come. Then they all wait for
+// other cores, and a yield would only hand the core round.
 #pragma once
 
 #include <sched.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <vector>
 
 #include "core/clock.h"
@@ -46,6 +52,7 @@ class Placement {
     std::atomic<std::int32_t>& core = team_.control(team_.rank()).core;
     const int here = sched_getcpu();
     if (core.load(std::memory_order_relaxed) != here + 1) core.store(here + 1, std::memory_order_relaxed);
+    if (share_ > 1 && calls_++ % kLookAtMatesEvery == 0) look_for_mates(here);
     if (here == home_) return;
     const Nanoseconds t = now();
     if (t < next_) return;
@@ -62,13 +69,37 @@ class Placement {
     next_ = t + kMoveEvery;
   }
 
+  // How often a rank that waits in call number `seq`, a small one without a root, looks before it yields, where ranks
+  // share cores.
+  int looks(std::uint64_t seq) const {
+    const bool some_to_come = std::any_of(mates_.begin(), mates_.end(), [seq](const RankControl* mate) {
+      return mate->entered.load(std::memory_order_relaxed) < seq;
+    });
+    return some_to_come ? 0 : kLooksAtOtherCores;
+  }
+
  private:
+  // For about as long as another core takes to hand itself on: 2 us on a 2-core EPYC. There 20, 60 and 200 were alike.
+  // Beside 2 looks in every case, all_reduce of 64 bytes took 0.94, 0.84 and 0.77 of the time with 4, 8 and 16 ranks
+  // (the slowest rank's median, groups in turns, 2026-11-28), and as a mean 0.89, 0.94 and 0.98.
+  static constexpr int kLooksAtOtherCores = 50;
+  static constexpr unsigned kLookAtMatesEvery = 256;  // calls; nothing but time is lost if a mate has moved since
+
+  void look_for_mates(int here) {
+    mates_.clear();
+    for (int r = 0; r < team_.size(); ++r)
+      if (r != team_.rank() && team_.control(r).core.load(std::memory_order_relaxed) == here + 1)
+        mates_.push_back(&team_.control(r));
+  }
+
   static constexpr Nanoseconds kLookEvery = kMillisecond, kMoveEvery = 5 * kMillisecond;
 
   const Team& team_;
   int share_ = 0;  // of the ranks that a core has at most, if they are spread evenly; 0: there is no choice
   int home_ = 0;
   Nanoseconds next_ = 0;  // when to look again
+  unsigned calls_ = 0;
+  std::vector<const RankControl*> mates_;  // the other ranks that were on this core
 };
 
 }  // namespace ringreduce

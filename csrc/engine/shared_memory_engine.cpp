@@ -97,6 +97,7 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
   const BoundCall& bound = bind_or_abort(call, buffers, way);
   const Program& program = bound.program();
   placement_.settle();
+  const bool by_core = is_small && !has_root(call.operation) && options().patience.by_core;
 
   RankControl& own = team_->control(team_->rank());
   const std::uint64_t seq = next_call();
@@ -145,7 +146,7 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
         if (moved)
           waiting.moved();
         else
-          waiting.idle(execution.awaits(), check_on_peers);
+          waiting.idle(execution.awaits(), check_on_peers, by_core ? placement_.looks(seq) : options().patience.looks);
       }
       const Nanoseconds moved = timed ? now() : 0;
       // Lent memory must not change before it is read. And what a root sent over links is lost if its process ends

@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 
 #include "core/atomics.h"
 #include "core/clock.h"
@@ -51,10 +52,11 @@ class Waiting {
 
   // Nothing moved. Waits a little, after which the caller must look again. `awaits`: the ranks that could end the wait,
   // as awaits_rank() has them. `check(waited)` is called now and then with the time since the first wait of this call.
+  // `looks`: in place of the patience's.
   template <class Check>
-  void idle(std::uint64_t awaits, Check&& check) {
+  void idle(std::uint64_t awaits, Check&& check, int looks) {
     if (links_ != nullptr && links_->progress()) return moved();
-    if (++idle_ <= patience_.looks) return cpu_relax();
+    if (++idle_ <= looks) return cpu_relax();
     const Nanoseconds t = now();
     if (started_ == 0) {
       started_ = t;
@@ -65,7 +67,7 @@ class Waiting {
       check(t - started_);
       next_check_ = t + kCheckEvery;
     }
-    if (idle_ - patience_.looks <= patience_.yields && t - idle_since_ < kYieldFor) {
+    if (idle_ - looks <= patience_.yields && t - idle_since_ < kYieldFor) {
       const bool settled = links_ != nullptr && t - idle_since_ > kSettle;
       if (settled) links_->settle();
       if (settled && alone_)
@@ -79,6 +81,10 @@ class Waiting {
       doorbell_.sleep(seen_, std::clamp(t - idle_since_, kYieldFor, kSleep));
       seen_ = doorbell_.rings.load(std::memory_order_seq_cst);
     }
+  }
+  template <class Check>
+  void idle(std::uint64_t awaits, Check&& check) {
+    idle(awaits, std::forward<Check>(check), patience_.looks);
   }
 
  private:

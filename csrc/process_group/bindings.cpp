@@ -8,6 +8,7 @@
 #include <mutex>
 #include <optional>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <tuple>
 
 #include "engine/observe.h"
 #include "engine/probe.h"
@@ -242,7 +243,10 @@ void bind_settings(py::module_& m) {
                "join_gpus", &S::join_gpus, "topology", &S::topology, "number", &S::number)
       .def(init_by_keywords<S>())
       .def_property("patience", nullptr,
-                    [](S& s, std::pair<int, int> patience) { s.engine.patience = {patience.first, patience.second}; })
+                    [](S& s, const std::tuple<int, int, bool>& patience) {
+                      const auto& [looks, yields, by_core] = patience;
+                      s.engine.patience = {looks, yields, by_core};
+                    })
       .def_property("slices", nullptr, engine_option(&Engine::Options::slices))
       .def_property("least_slice_bytes", nullptr, engine_option(&Engine::Options::least_slice_bytes))
       .def_property("most_slice_bytes", nullptr, engine_option(&Engine::Options::most_slice_bytes))
