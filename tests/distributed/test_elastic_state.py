@@ -203,3 +203,41 @@ def test_a_joiner_takes_again_when_its_source_dies() -> None:
         ranks.reports(but=(2,))
         come(ranks, 2)
         assert ranks.results(but=(0,)) == [[6.0], [6.0]]
+
+
+def dies_before_the_state(me: Rank) -> tuple[int, int]:
+    world = start(me, 3)
+    me.report("is a member")
+    if me.rank == 2:
+        signal.pause()
+    state = world.state(step=7 if me.rank == 0 else 0)
+    return world.size, state.step
+
+
+def test_a_death_before_anybody_has_the_state() -> None:
+    with Ranks(dies_before_the_state, 3) as ranks:
+        ranks.reports()
+        ranks.signal(2, signal.SIGKILL)
+        assert ranks.results(but=(2,)) == [(2, 7)] * 2
+
+
+def durable(me: Rank) -> int:
+    world = start(me, 3)
+    me.report("begins")
+    for number in range(3):
+        dist.barrier()
+        assert world.commit(durable=number == 1)
+    me.meet("committed")
+    if me.rank == 2:
+        time.sleep(60)
+    while world.commit():  # until rank 2 is dead
+        time.sleep(0.01)
+    return world.view.step
+
+
+def test_durable_commits() -> None:
+    with Ranks(durable, 3) as ranks:
+        ranks.reports()
+        time.sleep(0.5)
+        ranks.signal(2, signal.SIGKILL)
+        assert ranks.results(but=(2,)) == [3, 3]

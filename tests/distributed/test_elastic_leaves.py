@@ -1,0 +1,181 @@
+"""Members that leave a world, or are expelled from it, and what becomes of those who stay or come later."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from bodies.elastic import come, start, tell
+from distributed.harness import Rank, Ranks, run
+
+from ringreduce import elastic
+from ringreduce.elastic.context import WorldContext
+from ringreduce.errors import Expelled, SystemFailure, TooFewRanks
+
+
+def leaves_when_it_is_expelled(me: Rank) -> tuple[str, int]:
+    """Rank 1 is stopped, continues later, and leaves as a program does in a `finally`."""
+    world = start(me, 3, timeout=timedelta(seconds=2), expel_after=1.0)
+    me.report("begins")
+
+    def body() -> bool:
+        over = torch.tensor([int(me.store.check(["over"]))])
+        dist.all_reduce(over, dist.ReduceOp.MAX)
+        time.sleep(0.005)
+        return bool(over)
+
+    how = "trained"
+    try:
+        while not world.attempt(body):
+            pass
+    except Expelled:
+        how = "expelled"
+    epoch = world.epoch
+    world.leave()
+    if how == "expelled":
+        time.sleep(1)  # a watch looks into the ledger more often
+        me.store.set("over", "")
+    return how, epoch
+
+
+def test_an_expelled_rank_that_leaves_disturbs_nobody() -> None:
+    with Ranks(leaves_when_it_is_expelled, 3) as ranks:
+        ranks.reports()
+        ranks.signal(1, signal.SIGSTOP)
+        time.sleep(6)
+        ranks.signal(1, signal.SIGCONT)
+        assert ranks.results() == [("trained", 1), ("expelled", 1), ("trained", 1)]
+
+
+def leaves_without_a_group(me: Rank) -> int:
+    """The ledgers of worlds that are gone are closed, also if the last change could not make a group."""
+    before = ledgers()
+    for number in range(2):
+        world = elastic.start(store=dist.PrefixStore(str(number), me.store), rank=0, world_size=1, patience=0.01)
+        world._settings.timeout = 0.01
+        world._make_group = no_group  # type: ignore[method-assign]
+        with pytest.raises(SystemFailure, match="none today"):
+            world._change(None)
+        world.leave()
+        del world
+        gc.collect()
+    end = time.monotonic() + 10
+    while ledgers() > before and time.monotonic() < end:  # the thread that watched a view maps the ledger until it ends
+        time.sleep(0.05)
+    return ledgers() - before
+
+
+def no_group() -> None:
+    time.sleep(0.05)
+    raise SystemFailure("none today")
+
+
+def ledgers() -> int:
+    """The number of ledgers of worlds that this process has open."""
+    return sum("memfd:ringreduce world" in os.path.realpath(each) for each in Path("/proc/self/fd").iterdir())
+
+
+def test_a_member_without_a_group_can_leave() -> None:
+    assert run(leaves_without_a_group, 1) == [0]
+
+
+def too_few(me: Rank) -> str:
+    world = start(me, 3, least=3, patience=0.5)
+    state = world.state(step=0)
+    me.report("begins")
+    with pytest.raises(TooFewRanks, match="there are 2 ranks, and least is 3"):
+        while True:
+            world.attempt(lambda: dist.all_reduce(torch.ones(1000)))
+            state.step += 1
+    return "too few"
+
+
+def test_too_few_ranks_say_so() -> None:
+    with Ranks(too_few, 3) as ranks:
+        ranks.reports()
+        ranks.signal(2, signal.SIGKILL)
+        assert ranks.results(but=(2,)) == ["too few"] * 2
+
+
+def leaves_and_lives(me: Rank) -> int:
+    """Rank 2 leaves after its first step, and its process ends last. The others go on without it at once."""
+    world = start(me, 3, timeout=timedelta(seconds=1000))
+    for _ in range(2):
+        world.attempt(lambda: dist.all_reduce(torch.ones(1)))
+        if me.rank == 2:
+            world.leave()
+            me.meet("over")
+            return -1
+    size = world.size
+    world.leave()
+    me.meet("over")
+    return size
+
+
+def test_others_go_on_at_once_without_a_member_that_leaves() -> None:
+    assert run(leaves_and_lives, 3) == [2, 2, -1]
+
+
+def comes_when_all_is_over(me: Rank) -> str:
+    if me.rank == 2:
+        while not me.store.check(["left"]):
+            time.sleep(0.01)
+        with pytest.raises(elastic.Over) as over:
+            start(me, 2)
+        return str(over.value.code)
+    world = start(me, 2)
+    world.attempt(lambda: dist.all_reduce(torch.ones(1)))
+    world.leave()
+    if me.store.add("leavers", 1) == 2:
+        me.store.set("left", "")
+    return ""
+
+
+def test_a_process_that_starts_when_all_have_left_ends_well() -> None:
+    assert run(comes_when_all_is_over, 3) == ["", "", "0"]
+
+
+def comes_when_all_have_died(me: Rank) -> None:
+    """Rank 2 comes when the others are dead, or is let in and finds them dead."""
+    if me.rank == 2:
+        while not me.store.check(["come 2"]):
+            time.sleep(0.005)
+        opens = WorldContext.open_a_ledger
+
+        def when_told(self: WorldContext, *arguments: Any) -> bool:
+            me.report("let in")
+            while not me.store.check(["go on"]):
+                time.sleep(0.005)
+            return opens(self, *arguments)
+
+        WorldContext.open_a_ledger = when_told  # type: ignore[method-assign]
+        with pytest.raises(TooFewRanks, match=r"all members have died, .* again from a checkpoint"):
+            start(me, 2)
+        return
+    world = start(me, 2)
+    me.report("begins")
+    while True:
+        world.attempt(lambda: dist.all_reduce(torch.ones(1)))
+
+
+@pytest.mark.parametrize("when", ["before it comes", "after it was let in"])
+def test_a_process_that_starts_when_all_have_died_says_so(when: str) -> None:
+    with Ranks(comes_when_all_have_died, 3) as ranks:
+        ranks.reports(but=(2,))
+        if when == "after it was let in":
+            come(ranks, 2)
+            assert ranks.reports(but=(0, 1)) == ["let in"]
+        ranks.signal(0, signal.SIGKILL)
+        ranks.signal(1, signal.SIGKILL)
+        for rank in (0, 1):
+            ranks._processes[rank].join(60)
+        tell(ranks, "come 2", "go on")
+        ranks.results(but=(0, 1))
