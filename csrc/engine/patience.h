@@ -8,7 +8,8 @@ namespace ringreduce {
 struct Patience {
   int looks = 50;        // before it yields its core to other threads
   int yields = INT_MAX;  // before it sleeps; after a millisecond it sleeps in any case
-  bool by_core = false;  // in small calls, how often it looks depends on the other ranks of its core: see Placement
+  // Whether in small calls the looks depend on the other ranks of the core instead: see Placement.
+  bool looks_by_mates = false;
 };
 
 }  // namespace ringreduce

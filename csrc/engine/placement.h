@@ -1,19 +1,18 @@
-// Where the ranks of a host run. With more ranks than cores, the kernel may leave one core with three of four ranks for
-// seconds, since ranks that wait for one another look alike to it, and each call then takes twice as long. With a core
-// for each, it may put two of them on one where the machine has other work, and a call then takes a hundred times as
-// long, because the one that waits keeps the core from the other.
+// Where the ranks of a host run: every rank says on which core it is.
 //
-// So every rank says on which core it is. One that finds its core with more than its share of the ranks goes to its own
-// core of an even distribution, and is free to be moved again.
+// With more ranks than cores, the kernel may leave one core with three of four ranks for seconds, since ranks that wait
+// for one another look alike to it, and each call then takes twice as long. With a core for each, it may put two of
+// them on one where the machine has other work, and a call then takes a hundred times as long, because the one that
+// waits keeps the core from the other. So a rank that finds its core with more than its share of the ranks goes to its
+// own core of an even distribution, and is free to be moved again.
 //
-// So, too, a rank that waits in a small call knows whether to keep its core. Every rank of such a call needs all
-// others, unless one is its root. Until the ranks of its core have come, a yield lets them come. Then they all wait for
-// other cores, and a yield would only hand the core round.
+// A rank's *mates* are the other ranks on its core. A rank that waits in a small call asks whether it waits for them.
+// If so, it yields the core at once, so that they can go on. If not, it keeps the core for a little, as a yield would
+// only hand it round among ranks that all wait for other cores.
 #pragma once
 
 #include <sched.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -26,18 +25,18 @@ namespace ringreduce {
 class Placement {
  public:
   explicit Placement(const Team& team) : team_(team) {
+    int own = 0;  // this rank's number among those of this host
+    for (int r = 0; r < team.size(); ++r) {
+      if (team.elsewhere(r)) continue;
+      if (r < team.rank()) ++own;
+      near_.push_back(r);
+    }
     cpu_set_t allowed;
     if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return;  // more cores than the type holds
     std::vector<int> cores;
     for (int core = 0; core < CPU_SETSIZE; ++core)
       if (CPU_ISSET(core, &allowed)) cores.push_back(core);
-    int size = 0, own = 0;  // of the ranks of this host, and this one's number among them
-    for (int r = 0; r < team.size(); ++r) {
-      if (team.elsewhere(r)) continue;
-      if (r == team.rank()) own = size;
-      ++size;
-    }
-    const int count = static_cast<int>(cores.size());
+    const int count = static_cast<int>(cores.size()), size = static_cast<int>(near_.size());
     if (count < 2 || size < 2) return;
     share_ = (size + count - 1) / count;
     home_ = cores[static_cast<std::size_t>(own * count / size)];
@@ -48,58 +47,72 @@ class Placement {
 
   // For every call to begin with, in the thread that runs it.
   void settle() {
-    if (share_ == 0) return;
+    if (near_.size() < 2) return;
     std::atomic<std::int32_t>& core = team_.control(team_.rank()).core;
     const int here = sched_getcpu();
-    if (core.load(std::memory_order_relaxed) != here + 1) core.store(here + 1, std::memory_order_relaxed);
-    if (share_ > 1 && calls_++ % kLookAtMatesEvery == 0) look_for_mates(here);
-    if (here == home_) return;
+    const bool moved = core.load(std::memory_order_relaxed) != here + 1;
+    if (moved) core.store(here + 1, std::memory_order_relaxed);
+    if (moved || --calls_to_search_ <= 0) find_mates(here);
+    if (share_ == 0 || here == home_) return;
     const Nanoseconds t = now();
     if (t < next_) return;
     next_ = t + kLookEvery;
     int together = 0;
-    for (int r = 0; r < team_.size(); ++r)  // ranks on other hosts tell nobody their cores
-      together += team_.control(r).core.load(std::memory_order_relaxed) == here + 1;
+    for (const int r : near_) together += team_.control(r).core.load(std::memory_order_relaxed) == here + 1;
     if (together <= share_) return;
     cpu_set_t allowed;
     // The cores that this thread may use need not be those of the thread that made the group.
     if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0 || !CPU_ISSET(home_, &allowed) || !pin(home_)) return;
     core.store(home_ + 1, std::memory_order_relaxed);
+    find_mates(home_);
     sched_setaffinity(0, sizeof(allowed), &allowed);
     next_ = t + kMoveEvery;
   }
 
-  // How often a rank that waits in call number `seq`, a small one without a root, looks before it yields, where ranks
-  // share cores.
-  int looks(std::uint64_t seq) const {
-    const bool some_to_come = std::any_of(mates_.begin(), mates_.end(), [seq](const RankControl* mate) {
-      return mate->entered.load(std::memory_order_relaxed) < seq;
-    });
-    return some_to_come ? 0 : kLooksAtOtherCores;
+  // For a rank that waits in call number `seq`: how often it looks before it yields. `awaits`: for whom it waits, as
+  // awaits_rank() has them. These need not be all, so a mate that has not begun the call is waited for as well.
+  int looks_before_yield(std::uint64_t seq, std::uint64_t awaits) {
+    if (seq != seq_) come_ = 0;
+    seq_ = seq;
+    while (come_ < mates_.size() && team_.control(mates_[come_]).entered.load(std::memory_order_relaxed) >= seq)
+      ++come_;
+    return come_ < mates_.size() || (awaits & mates_mask_) != 0 ? 0 : kLooksAtOtherCores;
   }
 
  private:
+  static constexpr Nanoseconds kLookEvery = kMillisecond, kMoveEvery = 5 * kMillisecond;
   // For about as long as another core takes to hand itself on: 2 us on a 2-core EPYC. There 20, 60 and 200 were alike.
-  // Beside 2 looks in every case, all_reduce of 64 bytes took 0.94, 0.84 and 0.77 of the time with 4, 8 and 16 ranks
-  // (the slowest rank's median, groups in turns, 2026-11-28), and as a mean 0.89, 0.94 and 0.98.
+  // Beside 2 looks in every case, all_reduce of 64 bytes took 0.97, 0.98 and 0.84 of the time with 4, 8 and 16 ranks
+  // (the slowest rank's median, groups in turns, 2026-11-28), and as a mean 0.96, 0.89 and 0.89.
   static constexpr int kLooksAtOtherCores = 50;
-  static constexpr unsigned kLookAtMatesEvery = 256;  // calls; nothing but time is lost if a mate has moved since
+  // If a mate has moved since the latest search, nothing but time is lost.
+  static constexpr int kCallsBetweenSearches = 256;
 
-  void look_for_mates(int here) {
+  // A rank that has not said yet where it is counts as a mate, and is looked for again in the next call.
+  void find_mates(int here) {
     mates_.clear();
-    for (int r = 0; r < team_.size(); ++r)
-      if (r != team_.rank() && team_.control(r).core.load(std::memory_order_relaxed) == here + 1)
-        mates_.push_back(&team_.control(r));
+    mates_mask_ = 0;
+    calls_to_search_ = kCallsBetweenSearches;
+    for (const int r : near_) {
+      const int core = team_.control(r).core.load(std::memory_order_relaxed);
+      if (r == team_.rank() || (core != 0 && core != here + 1)) continue;
+      mates_.push_back(r);
+      mates_mask_ |= awaits_rank(r);
+      if (core == 0) calls_to_search_ = 1;
+    }
   }
 
-  static constexpr Nanoseconds kLookEvery = kMillisecond, kMoveEvery = 5 * kMillisecond;
-
   const Team& team_;
-  int share_ = 0;  // of the ranks that a core has at most, if they are spread evenly; 0: there is no choice
+  std::vector<int> near_;  // the ranks of this host
+  int share_ = 0;          // of them, that a core has at most if they are spread evenly; 0: there is no choice
   int home_ = 0;
-  Nanoseconds next_ = 0;  // when to look again
-  unsigned calls_ = 0;
-  std::vector<const RankControl*> mates_;  // the other ranks that were on this core
+  Nanoseconds next_ = 0;  // when to see whether this core is crowded
+
+  std::vector<int> mates_;
+  std::uint64_t mates_mask_ = 0;  // of awaits_rank()
+  int calls_to_search_ = 0;
+  std::uint64_t seq_ = 0;  // of the latest call that waited,
+  std::size_t come_ = 0;   // which so many of the mates had begun, in their order
 };
 
 }  // namespace ringreduce

@@ -97,7 +97,8 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
   const BoundCall& bound = bind_or_abort(call, buffers, way);
   const Program& program = bound.program();
   placement_.settle();
-  const bool by_core = is_small && !has_root(call.operation) && options().patience.by_core;
+  const Patience& patience = options().patience;
+  const bool by_mates = patience.looks_by_mates && bytes < kernels::kLeastStreamed && !has_root(call.operation);
 
   RankControl& own = team_->control(team_->rank());
   const std::uint64_t seq = next_call();
@@ -107,7 +108,7 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
   record(own, header, call.op);
 
   Links* const links = team_->links();
-  Waiting waiting(*team_, own.for_calls, options().patience);
+  Waiting waiting(*team_, own.for_calls, patience);
   const bool feeds_back = call.feedback != nullptr && bound.packing() != Packing::none;
   // Rests belong to the places where this plan rounds in this group, and to what it makes there.
   const std::uint64_t rounding = mix(mix(number_, program.digest), static_cast<std::uint64_t>(call.reduce_op) << 32 |
@@ -146,7 +147,8 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
         if (moved)
           waiting.moved();
         else
-          waiting.idle(execution.awaits(), check_on_peers, by_core ? placement_.looks(seq) : options().patience.looks);
+          waiting.idle(execution.awaits(), check_on_peers,
+                       by_mates ? placement_.looks_before_yield(seq, execution.awaits()) : patience.looks);
       }
       const Nanoseconds moved = timed ? now() : 0;
       // Lent memory must not change before it is read. And what a root sent over links is lost if its process ends

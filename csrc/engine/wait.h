@@ -39,8 +39,8 @@ class Waiting {
 
   // Something moved: the next wait begins anew with looking.
   void moved() {
-    if (idle_ == 0) return;
-    idle_ = 0;
+    if (looks_ == 0 && idle_since_ == 0) return;
+    looks_ = yields_ = 0;
     if (idle_since_ != 0) waited_ += now() - idle_since_;
     idle_since_ = 0;
     disarm();
@@ -52,11 +52,14 @@ class Waiting {
 
   // Nothing moved. Waits a little, after which the caller must look again. `awaits`: the ranks that could end the wait,
   // as awaits_rank() has them. `check(waited)` is called now and then with the time since the first wait of this call.
-  // `looks`: in place of the patience's.
+  // `looks` replaces Patience::looks for this wait.
   template <class Check>
   void idle(std::uint64_t awaits, Check&& check, int looks) {
     if (links_ != nullptr && links_->progress()) return moved();
-    if (++idle_ <= looks) return cpu_relax();
+    if (!armed_ && looks_ < looks) {
+      ++looks_;
+      return cpu_relax();
+    }
     const Nanoseconds t = now();
     if (started_ == 0) {
       started_ = t;
@@ -67,7 +70,8 @@ class Waiting {
       check(t - started_);
       next_check_ = t + kCheckEvery;
     }
-    if (idle_ - looks <= patience_.yields && t - idle_since_ < kYieldFor) {
+    if (!armed_ && yields_ < patience_.yields && t - idle_since_ < kYieldFor) {
+      ++yields_;
       const bool settled = links_ != nullptr && t - idle_since_ > kSettle;
       if (settled) links_->settle();
       if (settled && alone_)
@@ -118,7 +122,7 @@ class Waiting {
   Links* const links_;
   const bool alone_;  // on this host
   const Patience patience_;
-  int idle_ = 0;
+  int looks_ = 0, yields_ = 0;  // since the latest moved()
   bool armed_ = false;
   std::uint64_t awaits_ = 0;
   std::uint32_t seen_ = 0;

@@ -244,8 +244,8 @@ void bind_settings(py::module_& m) {
       .def(init_by_keywords<S>())
       .def_property("patience", nullptr,
                     [](S& s, const std::tuple<int, int, bool>& patience) {
-                      const auto& [looks, yields, by_core] = patience;
-                      s.engine.patience = {looks, yields, by_core};
+                      const auto& [looks, yields, looks_by_mates] = patience;
+                      s.engine.patience = {looks, yields, looks_by_mates};
                     })
       .def_property("slices", nullptr, engine_option(&Engine::Options::slices))
       .def_property("least_slice_bytes", nullptr, engine_option(&Engine::Options::least_slice_bytes))

@@ -8,7 +8,6 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
-#include <exception>
 #include <limits>
 #include <optional>
 #include <utility>
@@ -33,7 +32,10 @@ py::object default_group() {
   static PyObject* const names[] = {PyUnicode_InternFromString("_world"), PyUnicode_InternFromString("_default_pg"),
                                     PyUnicode_InternFromString("default_pg")};
   const auto world = py::reinterpret_borrow<py::object>(PyDict_GetItemWithError(c10d, names[0]));
-  if (!world) throw py::attribute_error("torch.distributed.distributed_c10d has no _world");
+  if (!world) {
+    if (PyErr_Occurred() == nullptr) PyErr_SetString(PyExc_AttributeError, "torch.distributed has no _world");
+    throw py::error_already_set();
+  }
   auto group = py::reinterpret_steal<py::object>(PyObject_GetAttr(world.ptr(), names[1]));
   if (!group) {
     PyErr_Clear();
@@ -77,24 +79,17 @@ c10::intrusive_ptr<ProcessGroupRing> backend_of(py::handle given) {
   return backend;
 }
 
-// Raises in Python what was thrown, as torch does.
-PyObject* raise(const std::exception_ptr& thrown) {
-  HANDLE_TH_ERRORS
-  std::rethrow_exception(thrown);
-  END_HANDLE_TH_ERRORS
-}
-
 // f(), which returns a new reference; whatever it throws is raised in Python.
 template <class F>
 PyObject* guarded(F f) {
+  HANDLE_TH_ERRORS
   try {
     return f();
   } catch (const Error& error) {
-    ringreduce::raise(error);
+    raise(error);
     return nullptr;
-  } catch (...) {
-    return raise(std::current_exception());
   }
+  END_HANDLE_TH_ERRORS
 }
 
 using Arguments = PyObject* const*;

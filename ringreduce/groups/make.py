@@ -469,8 +469,8 @@ def geometry_for(size: int, options: Options, plan_channels: int) -> _C.Geometry
 
 
 def patience_for(options: Options, decision: Decision, crowded: bool, links: bool) -> tuple[int, int, bool]:
-    """(looks before a waiting rank yields its core, yields before it sleeps, whether small calls have looks of their
-    own by which ranks share a core)."""
+    """How long a waiting rank keeps its core: looks before it yields, yields before it sleeps, and whether in small
+    calls the looks depend on the other ranks of its core instead."""
     looks = SPINS_WITH_LINKS if links else SPINS_SHARING_CORES if crowded else SPINS_WITH_OWN_CORE
     yields = (decision.yields or YIELDS_SHARING_CORES) if crowded else YIELDS_WITH_OWN_CORE
     return options.spins or looks, options.yields or yields, crowded and not links and not options.spins
