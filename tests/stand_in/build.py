@@ -33,10 +33,11 @@ LIBRARIES = {
     "kernels.so": ["tests/stand_in/interpreter_kernels.cpp"],
 }
 DRIVER_TEST = {
-    "driver_test_kernels.so": ["tests/stand_in/driver_test_kernels.cpp"],
+    "driver_test_kernels.so": ["tests/stand_in/driver/kernels.cpp"],
     "driver_test": [
-        *("tests/stand_in/driver_test.cpp", "csrc/core/*.cpp", "csrc/cuda/*.cpp", "csrc/stress/plans.cpp"),
-        *("csrc/engine/program.cpp", "csrc/engine/gpu/batches.cpp", "csrc/engine/gpu/flat_program.cpp"),
+        *(f"tests/stand_in/driver/{name}.cpp" for name in ("main", "one_process", "between_processes", "our_kernels")),
+        *("csrc/core/*.cpp", "csrc/cuda/*.cpp", "csrc/stress/plans.cpp", "csrc/engine/program.cpp"),
+        *("csrc/engine/gpu/batches.cpp", "csrc/engine/gpu/flat_program.cpp"),
     ],
 }
 NCCL = {

@@ -1,6 +1,6 @@
 """csrc/cuda, the host's side of CUDA, without a GPU: on a stand-in for the driver, across real processes.
 
-tests/stand_in/driver_test.cpp has the tests proper. Here they are built, run, each in a process of its own, and given
+tests/stand_in/driver has the tests proper. Here they are built, run, each in a process of its own, and given
 the machine that the stand-in plays.
 """
 

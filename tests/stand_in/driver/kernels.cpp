@@ -1,10 +1,10 @@
-// Kernels for driver_test.cpp.
+// Kernels that the tests beside this file launch.
 
 #include <atomic>
 #include <cstdint>
 #include <thread>
 
-#include "driver_test.h"
+#include "driver/parameters.h"
 #include "kernel.h"
 
 // Every thread of every block takes every so many elements.
