@@ -18,6 +18,7 @@ from typing import Any, cast
 import pytest
 import test_backups as near
 import torch
+from bodies import in_process
 from bodies.parameter_server import APART, SMALL, placed
 from distributed.harness import Rank, Ranks, run
 from test_backups import MODES, PLACES, PUSHES, SERVERS, WORKERS, was_killed
@@ -108,7 +109,7 @@ def comes_and_leaves(me: Rank) -> Any:
             me.store.set("may leave 1", "")
             me.store.wait(["has left 1"])
             kv.push("w", torch.ones(3000)).wait()
-            near.wait_until(lambda: all(its["backup"] for its in kv.stats()["servers"].values()))
+            in_process.wait_until(lambda: all(its["backup"] for its in kv.stats()["servers"].values()))
             me.store.set("may leave 0", "")
             me.store.wait(["has left 0"])
             kv.push("w", torch.ones(3000)).wait()
@@ -232,12 +233,12 @@ class Tied:
         for worker, client in enumerate((self.client, self.reader)):
             window = {"window": os.dup(client.window), "window_bytes": client.window_bytes, "pidfd": own_pidfd()}
             self.server.join(id=worker, group="workers", servers=1, lane=0, **window)
-            near.attach(client, self.server)
+            in_process.attach(client, self.server)
         self.client.attach_far_backup(0, "the backup")
         here, there = socket.socketpair()
         self.client.connect(0, here.detach(), "to the backup", replica=1)
         self.backup.connect(0, there.detach(), "to the worker")
-        block, offset = near.make_block(self.server)
+        block, offset = in_process.make_block(self.server)
         self.parts, self.ones = _C.ParameterParts([(0, block, 0, 64, offset)]), torch.ones(16)
         for kind in ("initialise", "push"):
             assert self.client.wait(self.send(kind), 30.0)
@@ -331,7 +332,7 @@ def tie(server: _C.ParameterServer, backup: _C.ParameterServer) -> threading.Eve
     server.lead_far(lambda: None)
     for end, socket_ in zip((server, backup), socket.socketpair(), strict=True):
         end.connect_partner(socket_.detach(), "to the other")
-    near.wait_until(lambda: server.backup_follows)
+    in_process.wait_until(lambda: server.backup_follows)
     server.count_backup()
     return silent
 
@@ -353,7 +354,7 @@ def test_a_worker_turns_to_one_after_the_other_even_if_it_hears_late_of_all() ->
     client, ones = _C.ParameterClient(0, 1, 1 << 16), torch.ones(16)
     client.seek()
     attach(client, servers[0], 0)
-    block, offset = near.make_block(servers[0])
+    block, offset = in_process.make_block(servers[0])
     parts = _C.ParameterParts([(0, block, 0, 64, offset)])
     for kind in ("initialise", "push"):
         assert client.wait(client.send(kind, parts, ones.data_ptr()), 30.0)
