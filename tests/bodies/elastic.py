@@ -30,6 +30,12 @@ def loss_of(model: nn.Module, step: int, rank: int, size: int) -> torch.Tensor:
     return nn.functional.mse_loss(model(x), x.sin().sum(1, keepdim=True), reduction="sum") * size / BATCH
 
 
+def wait_for(me: Rank, key: str) -> None:
+    """Returns when `key` is in the launcher's store: `tell` and `come` put it there, or another rank."""
+    while not me.store.check([key]):
+        time.sleep(0.005)
+
+
 def come(ranks: Ranks, *which: int) -> None:
     """Lets late ranks begin."""
     tell(ranks, *(f"come {rank}" for rank in which))
@@ -60,8 +66,7 @@ def train(me: Rank, first: int, end: dict[str, int], **other: Any) -> dict[str, 
     with `told`, after the test has said that it is over.
     """
     if me.rank >= first:
-        while not me.store.check([f"come {me.rank}"]):
-            time.sleep(0.005)
+        wait_for(me, f"come {me.rank}")
     world = start(me, first, **other)
     torch.manual_seed(me.rank)  # the state is the first rank's
     net = alone(0) if me.rank == 0 else nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).double()

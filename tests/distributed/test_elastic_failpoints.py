@@ -29,6 +29,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from bodies.elastic import wait_for
 from bodies.failpoints import at_each_point, check
 from distributed.harness import Rank, Ranks, run
 
@@ -72,8 +73,7 @@ def changes(me: Rank, hosts: str, joins: bool, victim: int, stop: int, sign: int
     if me.rank == SIZE:
         counts = False
         at_each_point(reach)
-        while not me.store.check(["come"]):
-            time.sleep(0.005)
+        wait_for(me, "come")
     else:
         me.store.add("here", 1)
         while me.store.add("here", 0) < SIZE:  # how long processes take to begin is no part of a timeout

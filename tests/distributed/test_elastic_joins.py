@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from bodies.elastic import come, start, tell
+from bodies.elastic import come, start, tell, wait_for
 from distributed.harness import Rank, Ranks, run
 
 import ringreduce
@@ -27,8 +27,7 @@ from ringreduce.errors import Expelled, InvalidArgument
 def waits_for_one_that_lives(me: Rank) -> int:
     """Rank 1 dies. Rank 2 is let in and dies before the group is made; rank 3 comes after it."""
     if me.rank >= 2:
-        while not me.store.check([f"come {me.rank}"]):
-            time.sleep(0.005)
+        wait_for(me, f"come {me.rank}")
     if me.rank == 2:
         elastic.World._make_group = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     world = start(me, 2, least=2)
@@ -57,8 +56,7 @@ def loses_a_joiner_elsewhere(me: Rank) -> int:
     os.environ["RINGREDUCE_HOST_ID"] = f"host {me.rank}"
     watch.who_here = lambda member: None
     if me.rank == 2:
-        while not me.store.check(["come 2"]):
-            time.sleep(0.005)
+        wait_for(me, "come 2")
         elastic.World._make_group = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     world = start(me, 2, timeout=timedelta(seconds=1000))
     state = world.state(step=0)
@@ -104,8 +102,7 @@ def test_a_joiner_with_other_options_does_not_stop_the_others() -> None:
 def joins_again_and_again(me: Rank) -> int:
     """Ranks join one after the other and leave. In the end the join queue has no number left to ask the store about."""
     if me.rank >= 2:
-        while not me.store.check([f"left {me.rank - 1}"]):
-            time.sleep(0.005)
+        wait_for(me, f"left {me.rank - 1}")
     world = start(me, 2)
     state = world.state(over=0)
     me.store.set("left 1", "")
@@ -139,8 +136,7 @@ def test_those_who_were_let_in_are_not_looked_for_again() -> None:
 def joins_when_its_host_has_died(me: Rank) -> int:
     """Rank 2 is let in. The member whose ledger it would open first is dead by then."""
     if me.rank == 2:
-        while not me.store.check(["ready"]):
-            time.sleep(0.005)
+        wait_for(me, "ready")
         opens = WorldContext.open_a_ledger
 
         def when_rank_0_is_dead(self: WorldContext, name: str, view: View, seconds: float) -> bool:
@@ -171,16 +167,14 @@ def test_a_member_dies_that_has_let_others_in() -> None:
 def is_slow_to_join(me: Rank) -> str:
     """Rank 2 is let in and is slow, so the others give it up. Rank 3 joins, and is the only member left in the end."""
     if me.rank >= 2:
-        while not me.store.check([f"come {me.rank}"]):
-            time.sleep(0.005)
+        wait_for(me, f"come {me.rank}")
     if me.rank == 2:
         opens = WorldContext.open_a_ledger
 
         def when_told(self: WorldContext, name: str, view: View, seconds: float) -> bool:
             if not me.store.check(["go on"]):
                 me.report("let in")
-            while not me.store.check(["go on"]):
-                time.sleep(0.005)
+            wait_for(me, "go on")
             return opens(self, name, view, seconds)
 
         WorldContext.open_a_ledger = when_told  # type: ignore[method-assign]

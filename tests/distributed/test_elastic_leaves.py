@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from bodies.elastic import come, start, tell
+from bodies.elastic import come, start, tell, wait_for
 from distributed.harness import Rank, Ranks, run
 
 from ringreduce import elastic
@@ -146,14 +146,12 @@ def test_a_process_that_starts_when_all_have_left_ends_well() -> None:
 def comes_when_all_have_died(me: Rank) -> None:
     """Rank 2 comes when the others are dead, or is let in and finds them dead."""
     if me.rank == 2:
-        while not me.store.check(["come 2"]):
-            time.sleep(0.005)
+        wait_for(me, "come 2")
         opens = WorldContext.open_a_ledger
 
         def when_told(self: WorldContext, *arguments: Any) -> bool:
             me.report("let in")
-            while not me.store.check(["go on"]):
-                time.sleep(0.005)
+            wait_for(me, "go on")
             return opens(self, *arguments)
 
         WorldContext.open_a_ledger = when_told  # type: ignore[method-assign]

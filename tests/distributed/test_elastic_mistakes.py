@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from bodies.elastic import come, start
+from bodies.elastic import come, start, wait_for
 from distributed.harness import Rank, Ranks, run
 from torch import nn
 
@@ -150,8 +150,7 @@ def test_a_class_as_a_part_of_the_state() -> None:
 def declares_other_parts(me: Rank) -> int:
     """Rank 2 joins with other parts than the members have."""
     if me.rank == 2:
-        while not me.store.check(["come 2"]):
-            time.sleep(0.005)
+        wait_for(me, "come 2")
         world = start(me, 2)
         with pytest.raises(InvalidArgument, match=r"its parts are \['other'\] here and \['step'\] on the members"):
             world.state(other=3)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from bodies.elastic import come, start
+from bodies.elastic import come, start, wait_for
 from distributed.harness import Rank, Ranks, run
 from torch import nn
 
@@ -118,8 +118,7 @@ def peak() -> int:
 def needs_memory(me: Rank) -> tuple[int, int]:
     """The bytes that a process needs beside its own state: for its first call of `state`, and until all have joined."""
     if me.rank == 2:
-        while not me.store.check(["come 2"]):
-            time.sleep(0.005)
+        wait_for(me, "come 2")
     world = start(me, 2)
     net = nn.Linear(BIG // 8, 1, bias=False)
     before = peak()
@@ -179,8 +178,7 @@ def test_a_founder_that_has_received_half_a_state_gives_it_to_nobody() -> None:
 def takes_twice(me: Rank) -> list[float]:
     """Rank 2 joins. Rank 0 dies while it sends its state, which is not rank 1's, and rank 1 sends its own."""
     if me.rank == 2:
-        while not me.store.check(["come 2"]):
-            time.sleep(0.005)
+        wait_for(me, "come 2")
     world = start(me, 2)
     given = parts(float(me.rank))
     own = [*given["net"].state_dict().values(), *given["more"].values()]
