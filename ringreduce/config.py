@@ -199,10 +199,10 @@ RANKS_WITH_WHOLE_SLOTS = 8
 LEAST_SHARED_SLOT = 16 * 1024
 
 # Looks before a yield: with a core for every rank a peer answers sooner than the kernel could switch; with fewer, the
-# peer may need our core to answer at all. Small calls without a root do not use this (csrc/engine/placement.h). Swept
-# with one_shot of 64 bytes on a 2-core Xeon, November 2026: with 4 ranks 5, 6 and 50 looks took 4.1, 4.1 and 6.9 us,
-# with 8 ranks 3, 6 and 50 took 13.3, 14.1 and 26.9 us. On a 2-core EPYC, whose looks are shorter, 0, 1, 2, 3 and 5 took
-# 7.8, 7.5, 7.6, 7.7 and 7.9 us with 4 ranks, and 1, 2 and 5 the same with 8.
+# peer may need our core to answer at all. Small calls without a root no longer use this (csrc/engine/placement.h). When
+# they did, it was swept with one_shot of 64 bytes on a 2-core Xeon, November 2026: with 4 ranks 5, 6 and 50 looks took
+# 4.1, 4.1 and 6.9 us, with 8 ranks 3, 6 and 50 took 13.3, 14.1 and 26.9 us. On a 2-core EPYC, whose looks are shorter,
+# 0, 1, 2, 3 and 5 took 7.8, 7.5, 7.6, 7.7 and 7.9 us with 4 ranks, and 1, 2 and 5 the same with 8.
 SPINS_WITH_OWN_CORE = 2000
 SPINS_SHARING_CORES = 2
 # With links each look is a system call: a few hundred would be a time in which the kernel can switch.
