@@ -1,10 +1,12 @@
 """Training over slow networks: hooks that send gradients in fewer bytes, and keep what rounding cuts off for later.
 
     model = DistributedDataParallel(model)
-    model.register_comm_hook(None, ringreduce.hooks.compressed("int8"))      # the state: a group, or None
+    hook = ringreduce.hooks.compress_ddp(model, "int8")
 
     model = fully_shard(model)
-    ringreduce.hooks.compress_fsdp(model, "int8")
+    hook = ringreduce.hooks.compress_fsdp(model, "int8")
+
+`hook.reset()` forgets what has been cut off.
 
 docs/compression.md says when this pays, what each way costs, and how large the errors are.
 """
@@ -18,6 +20,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
 
 from ringreduce import _C
 from ringreduce.api import Work, all_gather_single, all_reduce, all_to_all_single
@@ -35,7 +38,13 @@ class Compressed:
         self._buckets = _Buckets()
         self.__name__ = self.__qualname__ = f"ringreduce.hooks.compressed({kind!r})"  # which DDP asks for
 
-    def __call__(self, group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def __call__(self, group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        # DDP does not tell a hook the model's group. None would be the world, and average models of other groups too.
+        if not isinstance(cast(Any, group), dist.ProcessGroup):
+            raise InvalidArgument(
+                f"the state of hook {self.__name__} is {group!r:.60}; it must be the model's group: "
+                "model.register_comm_hook(model.process_group, hook)"
+            )
         gradient = bucket.buffer()
         if self._kind == "topk":
             zeros = partial(torch.zeros_like, gradient, dtype=torch.float32)
@@ -65,31 +74,65 @@ def compressed(kind: str = "int8", *, feedback: bool = True, share: float = 0.01
     buckets, it is dropped. The hook's `reset()` drops it too: call that after a step that you skip, such as one whose
     gradients have overflowed, and when you load a checkpoint.
 
-    The state that register_comm_hook takes is the process group, or None for the world. Raises `InvalidArgument` for
-    another `kind` or `share`, and for gradients of other dtypes.
+    `compress_ddp` registers it. To do that yourself, pass the model's group as the state that register_comm_hook takes:
+    `model.register_comm_hook(model.process_group, hook)`. Raises `InvalidArgument` for another `kind` or `share`, and
+    in the backward pass for another state and for gradients of other dtypes.
     """
     if kind not in (*WIRE_DTYPES, "topk"):
         raise InvalidArgument(f"kind is {kind!r}; it must be one of {', '.join(map(repr, WIRE_DTYPES))} or 'topk'")
     if not isinstance(share, int | float) or not 0 < share <= 1:
         raise InvalidArgument(f"share is {share!r:.60}; it must be a number above 0 and at most 1")
-    if not isinstance(feedback, bool):
-        raise InvalidArgument(f"feedback is {feedback!r:.60}; it must be True or False")
+    _check_feedback(feedback)
     return Compressed(kind, feedback, share)
 
 
-def compress_fsdp(model: torch.nn.Module, wire_dtype: str = "int8", *, gather: bool = False) -> None:
-    """Has the modules of `model` that fully_shard() was called on reduce their gradients by `ReduceScatter(wire_dtype)`
-    and, with `gather`, gather their parameters by `AllGather(wire_dtype)`.
+def compress_ddp(
+    model: DistributedDataParallel, kind: str = "int8", *, feedback: bool = True, share: float = 0.01
+) -> Compressed:
+    """Has `model` average its gradients over its process group by the hook `compressed(kind, ...)`, and returns the
+    hook.
+
+    Raises `InvalidArgument` for a model that is no DistributedDataParallel, and for what `compressed` refuses.
+    """
+    if not isinstance(cast(Any, model), DistributedDataParallel):
+        raise InvalidArgument(
+            f"model is a {type(model).__name__}; it must be a torch.nn.parallel.DistributedDataParallel"
+        )
+    hook = compressed(kind, feedback=feedback, share=share)
+    model.register_comm_hook(model.process_group, hook)
+    return hook
+
+
+class CompressedShards:
+    """What `compress_fsdp` returns: the `ReduceScatter` of each module."""
+
+    def __init__(self, scatters: "list[ReduceScatter]") -> None:
+        self._scatters = scatters
+
+    def reset(self) -> None:
+        """Forgets what was cut off, as `Compressed.reset` does."""
+        for scatter in self._scatters:
+            scatter.reset()
+
+
+def compress_fsdp(
+    model: torch.nn.Module, wire_dtype: str = "int8", *, gather: bool = False, feedback: bool = True
+) -> CompressedShards:
+    """Has the modules of `model` that fully_shard() was called on reduce their gradients by
+    `ReduceScatter(wire_dtype, feedback=feedback)` and, with `gather`, gather their parameters by
+    `AllGather(wire_dtype)`.
 
     Raises `InvalidArgument` if there is no such module, or for another `wire_dtype`.
     """
     sharded = [module for module in model.modules() if hasattr(module, "set_custom_reduce_scatter")]
     if not sharded:
         raise InvalidArgument("model has no module that fully_shard() was called on; call that first")
-    for module in cast(list[Any], sharded):
-        module.set_custom_reduce_scatter(ReduceScatter(wire_dtype))
+    scatters = [ReduceScatter(wire_dtype, feedback=feedback) for _ in sharded]
+    for module, scatter in zip(cast(list[Any], sharded), scatters, strict=True):
+        module.set_custom_reduce_scatter(scatter)
         if gather:
             module.set_custom_all_gather(AllGather(wire_dtype))
+    return CompressedShards(scatters)
 
 
 def all_to_all(
@@ -191,8 +234,13 @@ class ReduceScatter(_Comm):
 
     def __init__(self, wire_dtype: str = "int8", *, feedback: bool = True) -> None:
         super().__init__(wire_dtype)
+        _check_feedback(feedback)
         self.feedback = feedback
         self._rests: torch.Tensor | None = None
+
+    def reset(self) -> None:
+        """Forgets what was cut off."""
+        self._rests = None
 
     def __call__(
         self,
@@ -286,6 +334,11 @@ def _average_largest(
         return gradient
 
     return work.get_future().then(average)
+
+
+def _check_feedback(feedback: bool) -> None:
+    if not isinstance(cast(Any, feedback), bool):
+        raise InvalidArgument(f"feedback is {feedback!r:.60}; it must be True or False")
 
 
 def _check_compressible(tensor: torch.Tensor) -> None:

@@ -58,7 +58,7 @@ SEEDS = range(5)
 STEPS = 400
 
 
-def losses_after_training(me: Rank, task: str, hook: Callable[[], hooks.Hook] | None) -> list[float]:
+def losses_after_training(me: Rank, task: str, hook: dict[str, Any] | None) -> list[float]:
     """Of each seed, after training with SGD."""
     make, change, rate = TASKS[task]
     x, y = digits()
@@ -69,7 +69,7 @@ def losses_after_training(me: Rank, task: str, hook: Callable[[], hooks.Hook] | 
             torch.manual_seed(seed)
             model = DistributedDataParallel(make())
             if hook is not None:
-                model.register_comm_hook(None, hook())
+                hooks.compress_ddp(model, **hook)
             optimizer = torch.optim.SGD(model.parameters(), lr=rate)
             samples = torch.Generator().manual_seed(seed + 1000 * me.rank)
             for _ in range(STEPS):
@@ -82,23 +82,13 @@ def losses_after_training(me: Rank, task: str, hook: Callable[[], hooks.Hook] | 
     return losses
 
 
-class Hooked:
-    """Makes a hook; unlike a lambda, it can be sent to other processes."""
-
-    def __init__(self, kind: str, **arguments: Any) -> None:
-        self.kind, self.arguments = kind, arguments
-
-    def __call__(self) -> hooks.Hook:
-        return hooks.compressed(self.kind, **self.arguments)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("task", "kind"), (("digits", "topk"), ("loud feature", "int4")))
 def test_feedback_decides(task: str, kind: str) -> None:
     """With it the mean loss lies among those that float32 has by seed; without it, above them all."""
     whole = run(apart, 2, losses_after_training, task, None)[0]
-    fed = run(apart, 2, losses_after_training, task, Hooked(kind))[0]
-    cut = run(apart, 2, losses_after_training, task, Hooked(kind, feedback=False))[0]
+    fed = run(apart, 2, losses_after_training, task, {"kind": kind})[0]
+    cut = run(apart, 2, losses_after_training, task, {"kind": kind, "feedback": False})[0]
     assert min(whole) <= np.mean(fed) <= max(whole), (whole, fed)
     assert np.mean(cut) > max(whole) + (max(whole) - min(whole)), (whole, cut)
 
@@ -106,7 +96,7 @@ def test_feedback_decides(task: str, kind: str) -> None:
 def trained_with_hook(me: Rank, kind: str, dtype: torch.dtype) -> np.ndarray:
     with me.join(options=RING):
         model = DistributedDataParallel(network().to(dtype))
-        model.register_comm_hook(None, hooks.compressed(kind, share=0.1))
+        hooks.compress_ddp(model, kind, share=0.1)
         optimizer = sgd(model)
         for step in range(20):
             optimizer.zero_grad()
@@ -130,7 +120,7 @@ def bytes_of_a_step(me: Rank) -> dict[str, int]:
         for kind in ("float32", "int8", "int4", "topk"):
             model = DistributedDataParallel(nn.Linear(1000, 500))
             if kind != "float32":
-                model.register_comm_hook(None, hooks.compressed(kind))
+                hooks.compress_ddp(model, kind)
             model(torch.ones(1, 1000)).sum().backward()
             before = sum(link.bytes_out for link in backend_of(None).links())
             model(torch.ones(1, 1000)).sum().backward()
@@ -145,6 +135,32 @@ def test_fewer_bytes() -> None:
         assert found["topk"] / found["float32"] < 0.03  # two words of 1%, to one other rank
 
 
+def models_of_two_groups(me: Rank) -> None:
+    """Ranks 0 and 1 train one model, ranks 2 and 3 another; the gradients of rank r are r."""
+    with me.join():
+        group = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][me.rank // 2]
+
+        def model() -> DistributedDataParallel:
+            return DistributedDataParallel(nn.Linear(8, 8, bias=False), process_group=group)
+
+        def gradients(model: DistributedDataParallel) -> Tensor:
+            model(torch.full((1, 8), float(me.rank))).sum().backward()
+            return values(p.grad for p in model.parameters())
+
+        for kind in (*hooks.WIRE_DTYPES, "topk"):
+            hooked = model()
+            hooks.compress_ddp(hooked, kind, share=1)
+            assert gradients(hooked).tolist() == [0.5 if me.rank < 2 else 2.5] * 64
+        of_the_world = model()
+        of_the_world.register_comm_hook(None, hooks.compressed())
+        with pytest.raises(InvalidArgument, match=r"is None; it must be the model's group: model\.register"):
+            gradients(of_the_world)
+
+
+def test_a_model_is_averaged_over_its_own_group() -> None:
+    run(models_of_two_groups, 4)
+
+
 def buckets_that_change(me: Rank) -> None:
     """DDP makes its buckets anew after the first step, when it has seen the order of gradients."""
     with me.join(options=RING):
@@ -156,7 +172,7 @@ def buckets_that_change(me: Rank) -> None:
             seen.append((bucket.index(), bucket.buffer().numel()))
             return inner(group, bucket)
 
-        model.register_comm_hook(None, hook)
+        model.register_comm_hook(model.process_group, hook)
         for _ in range(3):
             model(torch.ones(2, 64)).sum().backward()
             assert all(p.grad.isfinite().all() for p in model.parameters())
@@ -201,24 +217,33 @@ def test_fsdp(wire_dtype: str, gather: bool) -> None:
     assert 1e-6 < error < (0.5 if wire_dtype == "int4" else 0.05)
 
 
-def scattered(me: Rank, feedback: bool) -> np.ndarray:
-    total = torch.zeros(1000)
+def sharded_steps(me: Rank, feedback: bool, reset: bool = False) -> np.ndarray:
+    """What 200 steps have added to the weights of a sharded layer, of those whose gradients are small beside others."""
+    from torch.distributed.fsdp import fully_shard
+
     with me.join():
-        scatter = hooks.ReduceScatter("int8", feedback=feedback)
+        layer = nn.Linear(1000, 2, bias=False)
+        nn.init.zeros_(layer.weight)
+        hook = hooks.compress_fsdp(fully_shard(layer), "int8", feedback=feedback)
         torch.set_default_dtype(torch.float64)  # of other tensors than these
+        x = torch.full((1, 1000), 0.003, dtype=torch.float32)
+        x[:, ::32] = 1
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1)
         for _ in range(200):
-            gradients = torch.full((2, 1000), 0.003, dtype=torch.float32)
-            gradients[:, ::32] = 1
-            output = torch.empty(1000, dtype=torch.float32)
-            scatter(output, gradients.flatten(), dist.group.WORLD, dist.ReduceOp.AVG)
-            total += output
-    return total[1:32].numpy()
+            optimizer.zero_grad()
+            layer(x).sum().backward()
+            if reset:
+                hook.reset()
+            optimizer.step()
+        return layer.weight.to_local()[0, 1:32].neg().detach().numpy()
 
 
 def test_small_gradients_arrive_in_fsdp_too() -> None:
-    for found in run(apart, 2, scattered, True):
+    for found in run(apart, 2, sharded_steps, True):
         assert np.abs(found - 0.6).max() <= 1 / 64
-    for found in run(apart, 2, scattered, False):
+    for found in run(apart, 2, sharded_steps, False):
+        assert (found == 0).all()
+    for found in run(apart, 2, sharded_steps, True, True):
         assert (found == 0).all()
 
 
@@ -292,7 +317,7 @@ def test_tokens_to_experts_and_back(wire_dtype: str, dtype: torch.dtype, even: b
 def refused(me: Rank) -> None:
     with me.join():
         model = DistributedDataParallel(nn.Linear(4, 4).double())
-        model.register_comm_hook(None, hooks.compressed("int8"))
+        hooks.compress_ddp(model)
         with pytest.raises(InvalidArgument, match=r"tensor has dtype (double|Double|float64)"):
             model(torch.ones(1, 4).double()).sum().backward()
 
@@ -300,9 +325,9 @@ def refused(me: Rank) -> None:
 def skipped_step(me: Rank) -> None:
     """A step of huge gradients, which a GradScaler would skip, and then one of ordinary ones."""
     with me.join(options=RING):
-        hook, layer = hooks.compressed("int8"), nn.Linear(1000, 64, bias=False)
+        layer = nn.Linear(1000, 64, bias=False)
         model = DistributedDataParallel(layer)
-        model.register_comm_hook(None, hook)
+        hook = hooks.compress_ddp(model)
         for scale in (1e30, 1.0):
             layer.zero_grad()
             (scale * model(torch.rand(2, 1000))).sum().backward()
@@ -324,8 +349,11 @@ def test_bad_arguments() -> None:
         hooks.compressed("int3")
     with pytest.raises(InvalidArgument, match="share is 0; it must be a number above 0"):
         hooks.compressed("topk", share=0)
-    with pytest.raises(InvalidArgument, match="feedback is 'no'; it must be True or False"):
-        hooks.compressed("int8", feedback="no")  # type: ignore[arg-type]
+    for make in (hooks.compressed, hooks.ReduceScatter):
+        with pytest.raises(InvalidArgument, match="feedback is 'no'; it must be True or False"):
+            make("int8", feedback="no")  # type: ignore[operator]
+    with pytest.raises(InvalidArgument, match=r"model is a Linear; it must be a torch\.nn\.parallel\.Distributed"):
+        hooks.compress_ddp(nn.Linear(2, 2))  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="wire_dtype is 'float32'; it must be one of"):
         hooks.ReduceScatter("float32")
     with pytest.raises(InvalidArgument, match=r"no module that fully_shard\(\) was called on"):
