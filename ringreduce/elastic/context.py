@@ -95,7 +95,7 @@ class WorldContext:
             self._use(memfd)
         told: list[Any] = [self.ledger_address()]
         dist.broadcast_object_list(told, 0)
-        shared = torch.tensor([float(rank == 0 or self.open_ledger(told[0]))])
+        shared = torch.tensor([float(rank == 0 or self.open_ledger(told[0]))], device="cpu")
         dist.all_reduce(shared, dist.ReduceOp.MIN)
         if not shared:
             self.ledger = None

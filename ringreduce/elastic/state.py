@@ -105,7 +105,7 @@ class Holder:
     def share(self, state: State, unit: int) -> None:
         """Gives the state to the members that have none. Called on all; raises `TooFewRanks` if none has it."""
         rank, size = dist.get_rank(), dist.get_world_size()
-        flags = torch.zeros(size, dtype=torch.int64)
+        flags = torch.zeros(size, dtype=torch.int64, device="cpu")
         flags[rank] = 2 if self._has_state else int(self._founder)
         dist.all_reduce(flags)
         if int(flags.min()) == 2:
@@ -147,7 +147,7 @@ def _receive(sent: _Announced, own: Any, source: int, filled: dict[int, int]) ->
         and filled.setdefault(own.data_ptr(), sent.address) == sent.address
     )
     in_place = alike and own.is_contiguous() and not own.is_conj() and not own.is_neg()
-    into = own if in_place else torch.empty(sent.shape, dtype=sent.dtype)
+    into = own if in_place else torch.empty(sent.shape, dtype=sent.dtype, device="cpu")
     _broadcast(sent, _bytes(into), source)
     if alike and not in_place:
         own.detach().copy_(into)
@@ -157,7 +157,7 @@ def _receive(sent: _Announced, own: Any, source: int, filled: dict[int, int]) ->
 def _broadcast(sent: _Announced, values: torch.Tensor | None, source: int) -> None:
     """`values`: the tensor as bytes; None on a rank that only takes part."""
     size = sent.shape.numel() * sent.dtype.itemsize
-    scratch = torch.empty(min(size, PIECE) if values is None else 0, dtype=torch.uint8)
+    scratch = torch.empty(min(size, PIECE) if values is None else 0, dtype=torch.uint8, device="cpu")
     for first in range(0, size, PIECE):
         dist.broadcast(scratch[: size - first] if values is None else values[first : first + PIECE], source)
 

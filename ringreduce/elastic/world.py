@@ -200,7 +200,7 @@ class World:
 
     def _vote(self, step: int, durable: bool) -> bool:
         waits = self.rank == 0 and self._settings.room_for(self.size, self._join_watcher.found())
-        vote = torch.tensor([int(bool(waits)), *self._lateness.figures()])
+        vote = torch.tensor([int(bool(waits)), *self._lateness.figures()], device="cpu")
         try:
             dist.all_reduce(vote)  # completes only if every member takes part, so completing is the vote
             if durable and not self._membership.commit(step):

@@ -123,9 +123,9 @@ def optimizer(kind: type[torch.optim.Optimizer], **arguments: Any) -> UpdateRule
             )
     python = {"optimizer": name, "arguments": arguments}
     try:
-        fields = _native(name, kind([torch.zeros(1)], **arguments).defaults)
+        fields = _native(name, kind([torch.zeros(1, device="cpu")], **arguments).defaults)
         if fields is None:
-            by_optimizer(name, arguments)(torch.ones(1), torch.ones(1), 1, (), ())
+            _try_step(name, arguments, torch.get_default_dtype())
     except Exception as error:  # which one depends on the optimizer
         raise InvalidArgument(f"torch.optim.{name} does not take these arguments: {error}") from None
     return UpdateRule("python", python=python) if fields is None else UpdateRule(*fields, python)
@@ -205,13 +205,20 @@ def check_dtype(key: str, dtype: torch.dtype, rule: UpdateRule) -> None:
     """Raises `InvalidArgument` if the rule is an optimizer that cannot update tensors of this dtype."""
     if "optimizer" not in rule.python or dtype in (torch.float32, torch.float64):
         return
-    name, one = rule.python["optimizer"], torch.ones(1).to(dtype)
+    name = rule.python["optimizer"]
     try:
-        by_optimizer(name, rule.python["arguments"])(one, one.clone(), 1, (), ())
+        _try_step(name, rule.python["arguments"], dtype)
     except Exception as error:
         raise InvalidArgument(
             f"{key!r} is {dtype}, which torch.optim.{name} cannot update: pass float32, or use another rule ({error})"
         ) from None
+
+
+def _try_step(name: str, arguments: dict[str, Any], dtype: torch.dtype) -> None:
+    """Makes one step of an optimizer, which raises what torch raises if it cannot."""
+    with torch.device("cpu"):  # the optimizer makes tensors, too
+        one = torch.ones(1).to(dtype)
+        by_optimizer(name, arguments)(one, one.clone(), 1, (), ())
 
 
 def _native(name: str, d: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:

@@ -24,20 +24,24 @@ from ringreduce.errors import InvalidArgument, TooFewRanks
 
 def holds(me: Rank) -> list[bool]:
     """Whether what the program holds under names of its own is what `state` has, and what rank 0 had."""
-    world = start(me, 2)
+    with torch.device("meta"):  # where the program's new tensors go, and not those of a world
+        world = start(me, 2)
     value = float(me.rank + 1)
     net = nn.Linear(2, 2)
     nn.init.constant_(net.weight, value)
     columns, array = torch.full((2, 3), value).t(), np.full(3, value)
     generator = torch.Generator().manual_seed(me.rank)
-    state = world.state(
-        named={"weight": net.weight.detach()},
-        nested=[(net.bias.detach(), 7 - me.rank), {"columns": columns}],
-        arrays=[array],
-        generator=generator,
-        grown=[torch.full((1,), value)] * (2 - me.rank),
-        filled={"new": torch.ones(2)} if me.rank == 0 else {},
-    )
+    parts = {
+        "named": {"weight": net.weight.detach()},
+        "nested": [(net.bias.detach(), 7 - me.rank), {"columns": columns}],
+        "arrays": [array],
+        "generator": generator,
+        "grown": [torch.full((1,), value)] * (2 - me.rank),
+        "filled": {"new": torch.ones(2)} if me.rank == 0 else {},
+    }
+    with torch.device("meta"):
+        state = world.state(**parts)
+        world.attempt(lambda: None)
     found = [
         bool((net.weight == 1).all()) and state.named["weight"].data_ptr() == net.weight.data_ptr(),
         state.nested[0][0].data_ptr() == net.bias.data_ptr() and state.nested[0][1] == 7,

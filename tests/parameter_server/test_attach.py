@@ -613,6 +613,23 @@ def test_the_average_of_all_workers_is_clipped() -> None:
             torch.testing.assert_close(torch.tensor(mine, dtype=torch.float64), p.detach(), rtol=1e-12, atol=1e-12)
 
 
+def test_values_are_on_the_cpu_whatever_the_default_device() -> None:
+    model, ids = nn.BatchNorm1d(3), torch.tensor([5, 6])
+    with torch.device("meta"), ps.join(memory=8 << 20, window=8 << 20) as kv:
+        optimizer = ps.attach(kv, model, torch.optim.NAdam(model.parameters()), max_norm=1.0)  # which runs in torch
+        optimizer.step()
+        model(torch.ones(2, 3, device="cpu")).sum().backward()
+        optimizer.step()
+        assert kv.follow(model).version == 2
+        table = ps.Embedding(kv, "t", 2, update=ps.reduce("sum"))
+        begun = table.pull([5, 6])
+        table.push([5, 6], [[1.0, 2.0], [3.0, 4.0]]).wait()
+        table(ids).sum().backward()
+        table.flush()
+        ended = table.pull(ids)
+    assert (ended - begun).round().tolist() == [[2, 3], [4, 5]]
+
+
 def test_unsuitable_optimizers_and_foreign_parameters_are_refused() -> None:
     model = nn.Linear(3, 2)
     with ps.join(memory=1 << 20, window=8 << 20) as kv:

@@ -121,7 +121,7 @@ class Embedding(nn.Module):
         """
         deadline = self._calls.deadline(timeout)
         wanted = _ids(ids)
-        values = torch.empty(*wanted.shape, self.dim, dtype=self.dtype) if out is None else out
+        values = torch.empty(*wanted.shape, self.dim, dtype=self.dtype, device="cpu") if out is None else out
         if not self._is_plain(values, wanted) or not values.is_contiguous() or values.is_neg():
             raise InvalidArgument(
                 f"out is {_described(values)}; it must be a dense contiguous tensor of {self.dtype} of shape "
@@ -233,7 +233,7 @@ class Embedding(nn.Module):
         deadline = self._calls.deadline(None)
         wanted = _ids(ids)
         batch = self._batch(wanted, deadline)
-        values = torch.empty(batch.rows.distinct, self.dim, dtype=self.dtype)
+        values = torch.empty(batch.rows.distinct, self.dim, dtype=self.dtype, device="cpu")
         self._take(batch, values, deadline, distinct=True)
         positions = torch.empty_like(wanted)
         batch.rows.copy_positions(positions.data_ptr())
@@ -313,7 +313,7 @@ def _described(values: Any) -> str:
 
 def _as_tensor(name: str, values: Any) -> torch.Tensor:
     try:
-        return torch.as_tensor(values)
+        return values if isinstance(values, torch.Tensor) else torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidArgument(f"{name} are a {type(values).__name__}, and no tensor or array: {error}") from None
 

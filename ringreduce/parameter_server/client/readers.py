@@ -33,7 +33,7 @@ class Follower:
         self._parameters = {key: p for key, p in parameters.items() if p.requires_grad or calls.is_key(key)}
         if not self._parameters:
             raise InvalidArgument("the model has no parameters that are keys, so there is nothing to follow")
-        self._copies = {key: torch.empty(p.shape, dtype=p.dtype) for key, p in self._parameters.items()}
+        self._copies = {key: torch.empty(p.shape, dtype=p.dtype, device="cpu") for key, p in self._parameters.items()}
         parts, self._places = [], []
         for key, copy in list(self._copies.items()):
             known = calls.lookup(key, calls.deadline(None))

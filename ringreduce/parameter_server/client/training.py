@@ -155,7 +155,7 @@ class Attached(torch.optim.Optimizer):
             self._of_worker.attached[key] = self
 
     def _check_all_clip_alike(self) -> None:
-        mine = torch.tensor([self._max_norm or 0.0], dtype=torch.float64)
+        mine = torch.tensor([self._max_norm or 0.0], dtype=torch.float64, device="cpu")
         first = mine.clone()
         self._share({f"{min(each.key for each in self._trained.values())}#max_norm": first}, saved=False)
         if not first.equal(mine):
@@ -172,7 +172,7 @@ class Attached(torch.optim.Optimizer):
         self._kv.pull({each.key: each.parameter.data for each in self._trained.values()})
         if self._max_norm is not None and self._mode.mode == "sync":
             zeros = {f"{each.key}#gradient": torch.zeros_like(each.parameter) for each in self._trained.values()}
-            zeros[f"{self._prefix}#used"] = torch.zeros(len(self._trained))
+            zeros[f"{self._prefix}#used"] = torch.zeros(len(self._trained), device="cpu")
             self._kv.calls.init(list(zeros.items()), assign(), sync(group=self._mode.group), saved=False)
 
     def _share(self, tensors: Mapping[str, torch.Tensor], saved: bool) -> None:
@@ -186,7 +186,7 @@ class Attached(torch.optim.Optimizer):
             some = {k: e.reshape(-1).view(torch.uint8) if e.is_contiguous() else e for k, e in some.items()}
         self._kv.calls.init(list(some.items()), assign(), asynchronous(), saved=saved)
         for key, tensor in some.items():
-            value = torch.empty(tensor.shape, dtype=tensor.dtype)
+            value = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             self._kv.pull(key, value)
             if not torch.equal(value, tensor):
                 tensor.copy_(value)
@@ -398,7 +398,7 @@ class Attached(torch.optim.Optimizer):
         """Clips the gradients as `clip_grad_norm_` does. In sync, all workers first get the combined gradients."""
         if self._mode.mode == "sync":
             trained = list(self._trained.values())
-            used = torch.tensor([float(each.parameter.grad is not None) for each in trained])
+            used = torch.tensor([float(each.parameter.grad is not None) for each in trained], device="cpu")
             pushes = {
                 f"{each.key}#gradient": torch.zeros_like(each.parameter) if grad is None else grad
                 for each in trained
@@ -410,7 +410,8 @@ class Attached(torch.optim.Optimizer):
             for each, count, gradient in zip(trained, used.tolist(), gradients.values(), strict=True):
                 each.parameter.grad = gradient if count > 0 else None
         found = [each.grad for each in self._trained if each.grad is not None]
-        self.total_norm = nn.utils.clip_grad_norm_(list(self._trained), max_norm) if found else torch.zeros(())
+        none = torch.zeros((), device="cpu")
+        self.total_norm = nn.utils.clip_grad_norm_(list(self._trained), max_norm) if found else none
 
     # ---- new values --------------------------------------------------------------------------------------------------
 
