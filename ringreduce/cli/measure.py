@@ -211,7 +211,7 @@ class _Bench:
 
     def agree(self, *values: float) -> list[float]:
         """The largest of each value over all ranks."""
-        agreed = torch.tensor(values, dtype=torch.float64)
+        agreed = torch.tensor(values, dtype=torch.float64, device="cpu")
         dist.all_reduce(agreed, dist.ReduceOp.MAX)
         return agreed.tolist()
 
@@ -273,7 +273,7 @@ def _call(collective: str, block_bytes: int, rank: int, size: int, group: Any) -
     """A call of the collective over blocks of so many bytes, float32, on tensors of its own."""
 
     def tensor(blocks: int = 1) -> torch.Tensor:
-        return torch.full((max(block_bytes // 4, 1) * blocks,), 0.0)
+        return torch.full((max(block_bytes // 4, 1) * blocks,), 0.0, device="cpu")
 
     x = tensor()
     match collective:

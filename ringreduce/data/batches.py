@@ -102,7 +102,8 @@ def _stacked(samples: list[Any], laid_out: LaidOut, where: str) -> Any:
         parts = samples if first.ndim else [np.stack(samples)]
         return laid_out.add(parts, _name(first.dtype), shape, first.itemsize, True)
     if isinstance(first, bool | int | float):
-        return _whole(torch.tensor(samples, dtype=torch.float64 if isinstance(first, float) else None), laid_out)
+        dtype = torch.float64 if isinstance(first, float) else None
+        return _whole(torch.tensor(samples, dtype=dtype, device="cpu"), laid_out)
     if isinstance(first, dict):
         if any(not isinstance(each, dict) or each.keys() != first.keys() for each in samples):
             raise ValueError(f"samples{where} are dicts of different keys; the first has {list(first)}")
@@ -177,5 +178,5 @@ def _with_tensors(tree: Any, memory: Memory) -> Any:
 def _tensor(leaf: Leaf, memory: Memory) -> torch.Tensor:
     dtype, count = getattr(torch, leaf.dtype), math.prod(leaf.shape)
     if count == 0:
-        return torch.empty(leaf.shape, dtype=dtype)
+        return torch.empty(leaf.shape, dtype=dtype, device="cpu")
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=leaf.offset).view(leaf.shape)

@@ -49,7 +49,7 @@ def empty(
         raise InvalidArgument(f"size is {tuple(shape)}; a tensor must have less than 2^63 bytes")
     if group is None and not _is_ours(dist.group.WORLD):
         if open_arena(resolve(None)[0]) < 0:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device=CPU)
         return _C.empty_in_arena(shape.numel(), dtype).view(shape)
     return backend_of(group).allocate_tensor(shape.numel(), dtype=dtype, device=CPU).view(shape)
 

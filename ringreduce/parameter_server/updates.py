@@ -217,7 +217,7 @@ def check_dtype(key: str, dtype: torch.dtype, rule: UpdateRule) -> None:
 def _try_step(name: str, arguments: dict[str, Any], dtype: torch.dtype) -> None:
     """Makes one step of an optimizer, which raises what torch raises if it cannot."""
     with torch.device("cpu"):  # the optimizer makes tensors, too
-        one = torch.ones(1).to(dtype)
+        one = torch.ones(1, device="cpu").to(dtype)
         by_optimizer(name, arguments)(one, one.clone(), 1, (), ())
 
 

@@ -36,22 +36,25 @@ class Mixed:
 
     def __getitem__(self, number: int) -> Any:
         return {
-            "image": torch.full((3, 2), number, dtype=torch.bfloat16),
+            "image": torch.full((3, 2), number, dtype=torch.bfloat16, device="cpu"),
             "point": Point(np.float32(number), np.array([number], np.uint16)),
             "flag": number % 2 == 0,
             "weight": number / 2,
             "label": number,
             "name": f"sample {number}",
-            "none": torch.empty(0),
+            "none": torch.empty(0, device="cpu"),
         }
 
 
 def mixed(me: Rank) -> None:
     order = Order(20, 6, 3)
-    with Loader(Mixed(), order, servers=2) as loader:
+    with torch.device("meta"):  # where new tensors go by default, in the servers too
+        loader = Loader(Mixed(), order, servers=2)
+    with loader:
         for step in (0, 1, 2, 9, 3):
             ids = order.ids(step)
-            batch = loader.get(step)
+            with torch.device("meta"):
+                batch = loader.get(step)
             assert batch["image"].dtype == torch.bfloat16
             assert torch.equal(batch["image"], torch.tensor(ids)[:, None, None].expand(6, 3, 2).bfloat16())
             assert isinstance(batch["point"], Point)

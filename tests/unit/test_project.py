@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,12 @@ def test_a_build_asks_for_the_torch_that_it_is_for(
         (tmp_path / version / "version.py").write_text(f"__version__ = '{version}'\n")
     monkeypatch.setenv("RINGREDUCE_TORCHS", ":".join(str(tmp_path / version) for version in versions))
     assert build_module.requirement() == wanted
+
+
+def test_a_tensor_of_ours_without_a_device_is_noticed() -> None:
+    found = runpy.run_path(str(ROOT / ".ci" / "check_devices.py"))["without_device"]
+    code = "a = torch.empty(3)\nb = torch.zeros(3, device='cpu')\nc = f(torch.as_tensor(a), torch.zeros_like(b))"
+    assert [*found(code)] == [(1, "empty"), (3, "as_tensor")]
 
 
 def test_users_get_no_tools_of_contributors() -> None:
