@@ -5,23 +5,40 @@
     dist.all_reduce(tensor)              # or ringreduce.all_reduce(tensor), also for NumPy arrays
 
 Names are loaded at first use, since torch imports this package inside `import torch` to register the backend, and since
-planning needs no torch. They are listed in `__init__.pyi`.
+planning needs no torch. What fails here fails `import torch`, so nothing but this file and `_autoload.py` is needed.
 """
 
 from __future__ import annotations
 
-import ast
 import sys
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from ringreduce._autoload import register_if_needed
 
 __version__ = "0.1.0"
 
-_names = ast.parse(Path(__file__).with_suffix(".pyi").read_text()).body
-_MODULE_OF = {each.name: node.module for node in _names if isinstance(node, ast.ImportFrom) for each in node.names}
+_NAMES_OF = {
+    "torch.distributed": "all_gather_object batch_isend_irecv broadcast_object_list gather_object recv_object_list "
+    "scatter_object_list send_object_list",
+    "ringreduce": "data elastic errors hooks ops parameter_server",
+    "ringreduce._C": "Feedback",
+    "ringreduce.api": "P2POp all_gather all_gather_into_tensor all_gather_single all_reduce all_reduce_coalesced "
+    "all_to_all all_to_all_single barrier broadcast gather irecv isend monitored_barrier recv reduce reduce_scatter "
+    "reduce_scatter_single reduce_scatter_tensor register_plan scatter send use_nccl",
+    "ringreduce.config": "Options",
+    "ringreduce.groups.arena": "arena_stats share_allocations",
+    "ringreduce.groups.as_gloo": "as_gloo",
+    "ringreduce.groups.stats": "dump_flight_record stats topology_of",
+    "ringreduce.groups.survivors": "Agreement agree",
+    "ringreduce.groups.tensors": "empty empty_like share zeros",
+    "ringreduce.operators": "Op exscan scan",
+    "ringreduce.plan": "Plan Step verify",
+    "ringreduce.topology": "topology",
+}
+"""Module: its names in this package. `__init__.pyi` has the same for type checkers."""
+
+_MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names.split()}
 __all__ = [name for name, module in _MODULE_OF.items() if module != __name__]
 
 
@@ -40,7 +57,7 @@ def __getattr__(name: str) -> Any:
         return import_module(f"ringreduce.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'ringreduce' has no attribute {name!r}")
-    value = getattr(import_module(str(_MODULE_OF[name])), name)
+    value = getattr(import_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value
 

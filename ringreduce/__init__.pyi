@@ -1,4 +1,4 @@
-"""The names of the package. `__init__.py` reads this file to know which module has each."""
+"""The names of the package for type checkers; `_NAMES_OF` in `__init__.py` has the same."""
 
 from torch.distributed import (
     all_gather_object as all_gather_object,

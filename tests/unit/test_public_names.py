@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import shutil
 import subprocess
 import sys
 import typing
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,5 +46,26 @@ import ringreduce
 assert {"all_reduce", "Options", "elastic", "parameter_server", "errors"} <= set(dir(ringreduce))
 assert ringreduce.elastic.start and ringreduce.parameter_server.join and ringreduce.errors.PeerLost
 assert "elastic" not in ringreduce.__all__
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_the_stub_has_the_same_names() -> None:
+    stub = ast.parse(Path(ringreduce.__file__).with_suffix(".pyi").read_text())
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    listed = {str(node.module): sorted(each.name for each in node.names) for node in imports}
+    assert listed == {module: sorted(names.split()) for module, names in ringreduce._NAMES_OF.items()}
+
+
+def test_torch_can_be_imported_where_most_of_the_package_is_missing(tmp_path: Path) -> None:
+    """As where a packager has left out the stubs, or what it saw no import of."""
+    (tmp_path / "ringreduce").mkdir()
+    for name in ("__init__.py", "_autoload.py"):
+        shutil.copy(Path(ringreduce.__file__).with_name(name), tmp_path / "ringreduce")
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+import torch, ringreduce
+assert ringreduce.__file__.startswith({str(tmp_path)!r}) and "ringreduce" in torch.distributed.Backend.backend_list
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
