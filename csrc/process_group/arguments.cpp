@@ -101,12 +101,15 @@ void check_tensor(const at::Tensor& tensor, const char* what) {
   if (has_memory(tensor)) return;
   if (!tensor.is_cpu() && !tensor.is_cuda())
     invalid(what, ": a tensor is on ", tensor.device(), "; backend ringreduce serves tensors on CPUs and CUDA GPUs");
+  if (tensor.layout() == at::kJagged) invalid(what, ": a tensor is a nested one of layout Jagged; pass its values()");
   if (tensor.layout() != at::kStrided)
     invalid(what, ": a tensor has layout ", tensor.layout(), "; it must be strided: call its to_dense()");
   if (tensor.is_nested()) invalid(what, ": a tensor is nested; pass its parts, of its unbind(), one by one");
   if (tensor._is_zerotensor()) invalid(what, ": a tensor is a zero tensor, without memory; pass its clone()");
   if (tensor.numel() > 0)
-    invalid(what, ": a tensor has no memory: it is fake, or wraps others; pass these to torch.distributed's function");
+    invalid(what,
+            ": a tensor has no memory: it is fake, its storage was freed, or it stands for other tensors; pass those, such "
+            "as a DTensor's to_local() or a MaskedTensor's get_data()");
 }
 
 namespace {

@@ -15,6 +15,7 @@
 #include "kernels/accumulate.h"
 #include "parameter_server/bindings.h"
 #include "process_group/arena_allocator.h"
+#include "process_group/arguments.h"
 #include "process_group/direct_calls.h"
 #include "process_group/gpu_bindings.h"
 #include "process_group/keywords.h"
@@ -137,6 +138,16 @@ void roots(DType dtype, void* out, const void* in, std::size_t count) {
 template <class Value>
 auto engine_option(Value Engine::Options::* option) {
   return [option](Group::Settings& settings, Value value) { settings.engine.*option = value; };
+}
+
+void bind_arguments(py::module_& m) {
+  m.def(
+      "check_tensor",
+      [](const char* name, const at::Tensor& tensor, bool written) {
+        check_tensor(tensor, name);
+        if (written) check_outputs({tensor}, name);
+      },
+      py::arg("name"), py::arg("tensor"), py::kw_only(), py::arg("written"));
 }
 
 // The memory that peers read in place, which is the process's and not a group's.
@@ -469,6 +480,7 @@ PYBIND11_MODULE(_C, m) {
   bind_transport(m);
   bind_gpus(m);
   bind_direct_calls(m);
+  bind_arguments(m);
   bind_arena(m);
   bind_shared_word(m);
   parameter_server::bind(m, roots);

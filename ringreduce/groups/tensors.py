@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
@@ -18,6 +19,16 @@ from ringreduce.groups.arena import open_arena
 from ringreduce.groups.lookup import backend_of, found_in
 
 CPU = torch.device("cpu")
+OF_ML_DTYPES = (
+    "bfloat16",
+    "complex32",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+)
+"""Dtypes that the package ml_dtypes gives NumPy, and that torch has under the same names."""
 
 
 def empty(
@@ -93,31 +104,76 @@ def empty_like(
     return empty(*tensor.shape, dtype=dtype or tensor.dtype, group=group)
 
 
-def from_numpy(array: np.ndarray[Any, Any], name: str = "tensor") -> torch.Tensor:
-    """A tensor over the array's memory, for the argument `name`."""
-    if not array.flags.writeable:
-        raise InvalidArgument("the NumPy array is read-only; pass a writable copy: array.copy()")
+@lru_cache(256)
+def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
+    """torch's dtype for these elements. None if it has none, or only one in the other byte order."""
+    if dtype.name in OF_ML_DTYPES:
+        found: torch.dtype = getattr(torch, dtype.name)
+        return found
     try:
-        return torch.from_numpy(array)
-    except TypeError:
-        out = "give it a dtype of numbers, or use a call such as all_gather_object"
-        if not array.dtype.hasobject:
-            out = (
-                "reduce it by an operator of your own (op=ringreduce.Op.torch(f)), pass one field of its records, or "
-                "move its bytes (array.view(numpy.uint8))"
-            )
-        raise InvalidArgument(f"{name} is a NumPy array of dtype {array.dtype}, which torch lacks; {out}") from None
+        return torch.from_numpy(np.empty(0, dtype)).dtype
+    except (TypeError, ValueError):  # ValueError: the byte order
+        return None
+
+
+def viewed(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """A tensor over the array's memory, for a dtype that torch has."""
+    if array.dtype.name in OF_ML_DTYPES:
+        return torch.from_numpy(array.view(f"i{array.itemsize}")).view(getattr(torch, array.dtype.name))
+    return torch.from_numpy(array)
+
+
+def from_numpy(array: Any, name: str = "tensor") -> torch.Tensor:
+    """A tensor over the memory of the argument `name`, a NumPy array."""
+    if isinstance(array, np.generic):
+        raise InvalidArgument(f"{name} is a NumPy scalar, which cannot be written; pass an array: numpy.array({name})")
+    refuse_masked(array, name)
+    if torch_dtype(array.dtype) is None:
+        if array.dtype.hasobject or torch_dtype(array.dtype.newbyteorder("=")) is None:
+            raise InvalidArgument(f"{name} is a NumPy array of dtype {array.dtype}; {_instead_of(array, name)}")
+        raise InvalidArgument(
+            f"{name} is a NumPy array of dtype {array.dtype}, whose byte order is not the machine's; pass "
+            f'{name}.astype({name}.dtype.newbyteorder("="))'
+        )
+    if not array.flags.writeable:
+        raise InvalidArgument(f"{name} is a NumPy array that is read-only; pass a writable copy: {name}.copy()")
+    try:
+        return viewed(array)
     except ValueError as error:  # negative strides, say
-        raise InvalidArgument(f"{name} is a NumPy array that torch cannot use: {error}; pass a copy") from None
+        raise InvalidArgument(
+            f"{name} is a NumPy array that torch cannot use: {error}; pass a copy: {name}.copy()"
+        ) from None
+
+
+def refuse_masked(array: object, name: str) -> None:
+    if isinstance(array, np.ma.MaskedArray):
+        raise InvalidArgument(
+            f"{name} is a masked NumPy array, and its mask would be ignored; pass {name}.filled(0), or {name}.data"
+        )
+
+
+def _instead_of(array: np.ndarray[Any, Any], name: str) -> str:
+    """What to do with an array of a dtype that torch lacks."""
+    if array.dtype.hasobject or array.itemsize == 0:
+        return "give it a dtype of numbers, or use a call such as all_gather_object"
+    field = f"pass a field of its records ({name}[{array.dtype.names[0]!r}]), " if array.dtype.names else ""
+    in_place = array.ndim > 0 and array.flags.c_contiguous
+    own = name if in_place else f"numpy.ascontiguousarray({name})"
+    return (
+        f"reduce it by an operator of your own (op=ringreduce.Op.torch(f)), {field}or move "
+        f"{'its bytes' if in_place else 'the bytes of a copy'} ({own}.view(numpy.uint8))"
+    )
 
 
 def copy_values(source: torch.Tensor, target: torch.Tensor) -> None:
     """Gives `target`, the argument out of a call, the values of `source`, its argument tensor."""
-    if target.shape != source.shape or target.dtype != source.dtype or target.device != source.device:
-        raise InvalidArgument(
-            f"out is {tuple(target.shape)} of {target.dtype} on {target.device}; it must be as tensor, "
-            f"{tuple(source.shape)} of {source.dtype} on {source.device}"
-        )
+    for name, given in (("tensor", source), ("out", target)):
+        if given.layout != torch.sparse_coo:
+            _C.check_tensor(name, given, written=given is target)
+    ours, wanted = ((tuple(each.shape), each.dtype, each.layout, each.device) for each in (target, source))
+    if ours != wanted:
+        shown = ("{} of {}, {}, on {}".format(*each) for each in (ours, wanted))
+        raise InvalidArgument("out is {}; it must be as tensor, {}".format(*shown))
     # torch copies between tensors that overlap in part with an error, or wrongly.
     apart = source is target or not share_memory(source, target)
     target.detach().copy_(source if apart else source.clone())

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+
+from ringreduce.groups.tensors import torch_dtype, viewed
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -67,15 +68,6 @@ class Elements:
         return self.records == dtype if self.records is not None else self.name == dtype.name
 
 
-@lru_cache(256)
-def torch_has(dtype: np.dtype[Any]) -> bool:
-    try:
-        torch.from_numpy(np.empty(0, dtype))
-    except (TypeError, ValueError):  # ValueError: the bytes of a number are in the other order
-        return False
-    return True
-
-
 def _fields(operand: Any) -> list[Any]:
     """The arrays of numbers that an operand has."""
     names = getattr(operand.dtype, "names", None)
@@ -85,9 +77,9 @@ def _fields(operand: Any) -> list[Any]:
 
 
 def _close(x: Any, y: Any, *operands: Any) -> bool:
-    if isinstance(x, np.ndarray) and not torch_has(x.dtype):
+    if isinstance(x, np.ndarray) and torch_dtype(x.dtype) is None:
         return bool(np.array_equal(x, y))
-    values = [torch.as_tensor(each, device="cpu") for each in (x, y, *operands)]
+    values = [viewed(each) if isinstance(each, np.ndarray) else each for each in (x, y, *operands)]
     if not (values[0].is_floating_point() or values[0].is_complex()):
         return torch.equal(values[0], values[1])
     digits, wide = math.sqrt(torch.finfo(values[0].dtype).eps), torch.promote_types(values[0].dtype, torch.float64)

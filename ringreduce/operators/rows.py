@@ -10,10 +10,11 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import torch
 
+from ringreduce import _C
 from ringreduce.errors import InvalidArgument
-from ringreduce.groups.tensors import from_numpy
+from ringreduce.groups.tensors import from_numpy, refuse_masked, torch_dtype
 from ringreduce.operators.combiners import Native
-from ringreduce.operators.elements import Elements, Shape, torch_has
+from ringreduce.operators.elements import Elements, Shape
 from ringreduce.operators.op import Op
 
 Array: TypeAlias = torch.Tensor | np.ndarray[Any, Any]
@@ -28,8 +29,9 @@ class Rows:
             raise InvalidArgument(
                 f"{name} is a {type(array).__name__}; with an Op it must be a torch.Tensor or a NumPy array"
             )
-        if isinstance(array, torch.Tensor) and array.is_nested:
-            raise InvalidArgument(f"{name} is a nested tensor; it must be dense")
+        if isinstance(array, torch.Tensor):
+            _C.check_tensor(name, array, written=False)
+        refuse_masked(array, name)
         self.shape: tuple[Any, ...] = tuple(array.shape)
         shape = self.shape
         if shape[len(shape) - len(element) :] != element:
@@ -38,17 +40,18 @@ class Rows:
             )
         self.count: int = math.prod(shape[: len(shape) - len(element)])
         self.array = array
-        if isinstance(array, np.ndarray) and not torch_has(array.dtype):
+        if isinstance(array, np.ndarray) and torch_dtype(array.dtype) is None:
             self.elements = Elements(element, array.dtype)
             self.rows = self._bytes(name, array)
             return
         tensor = array if isinstance(array, torch.Tensor) else from_numpy(array, name)
-        if tensor.layout != torch.strided or tensor.is_quantized:
-            raise InvalidArgument(f"{name} is of layout {tensor.layout} and dtype {tensor.dtype}; it must be dense")
+        if tensor.is_quantized:
+            raise InvalidArgument(f"{name} has dtype {tensor.dtype}; pass {name}.dequantize()")
         if not tensor.is_cpu:
             raise InvalidArgument(f"{name} is on {tensor.device}; operators combine on CPUs: pass {name}.cpu()")
         if torch._debug_has_internal_overlap(tensor) == 1:
-            raise InvalidArgument(f"elements of {name} share memory, as after expand; pass a copy: {name}.contiguous()")
+            copy = "copy" if isinstance(array, np.ndarray) else "contiguous"
+            raise InvalidArgument(f"elements of {name} share memory, as after expand; pass a copy: {name}.{copy}()")
         self.elements = Elements(element, tensor.dtype)
         self.tensor = tensor.detach()
         self.rows = self.tensor.resolve_conj().resolve_neg().contiguous().view(self.count, *element)
@@ -64,8 +67,8 @@ class Rows:
         whole = getattr(array.base, "dtype", array.dtype)
         if array.dtype.names and whole.names and not set(whole.names) <= set(array.dtype.names):
             raise InvalidArgument(
-                f"{name} is an index of records by some of their fields, and others lie between them; pass a copy: "
-                "numpy.lib.recfunctions.repack_fields(...)"
+                f"{name} is an index of records by some of their fields, and others lie between them; import "
+                f"numpy.lib.recfunctions and pass numpy.lib.recfunctions.repack_fields({name})"
             )
         flat = np.ascontiguousarray(array).reshape(-1)
         return torch.from_numpy(flat.view(np.uint8)).view(self.count, *self.elements.row_shape)
