@@ -126,43 +126,41 @@ def viewed(array: np.ndarray[Any, Any]) -> torch.Tensor:
 def from_numpy(array: Any, name: str = "tensor") -> torch.Tensor:
     """A tensor over the memory of the argument `name`, a NumPy array."""
     if isinstance(array, np.generic):
-        raise InvalidArgument(f"{name} is a NumPy scalar, which cannot be written; pass an array: numpy.array({name})")
+        raise InvalidArgument(f"{name} is a NumPy scalar; pass an array: numpy.array(scalar)")
     refuse_masked(array, name)
     if torch_dtype(array.dtype) is None:
         if array.dtype.hasobject or torch_dtype(array.dtype.newbyteorder("=")) is None:
-            raise InvalidArgument(f"{name} is a NumPy array of dtype {array.dtype}; {_instead_of(array, name)}")
+            raise InvalidArgument(f"{name} is a NumPy array of dtype {array.dtype}; {_instead_of(array)}")
         raise InvalidArgument(
             f"{name} is a NumPy array of dtype {array.dtype}, whose byte order is not the machine's; pass "
-            f'{name}.astype({name}.dtype.newbyteorder("="))'
+            'array.astype(array.dtype.newbyteorder("="))'
         )
     if not array.flags.writeable:
-        raise InvalidArgument(f"{name} is a NumPy array that is read-only; pass a writable copy: {name}.copy()")
+        raise InvalidArgument(f"{name} is a NumPy array that is read-only; pass a writable copy: array.copy()")
     try:
         return viewed(array)
     except ValueError as error:  # negative strides, say
         raise InvalidArgument(
-            f"{name} is a NumPy array that torch cannot use: {error}; pass a copy: {name}.copy()"
+            f"{name} is a NumPy array that torch cannot use: {error}; pass a copy: array.copy()"
         ) from None
 
 
 def refuse_masked(array: object, name: str) -> None:
     if isinstance(array, np.ma.MaskedArray):
         raise InvalidArgument(
-            f"{name} is a masked NumPy array, and its mask would be ignored; pass {name}.filled(0), or {name}.data"
+            f"{name} is a masked NumPy array, and its mask would be ignored; pass array.filled(0), or array.data"
         )
 
 
-def _instead_of(array: np.ndarray[Any, Any], name: str) -> str:
+def _instead_of(array: np.ndarray[Any, Any]) -> str:
     """What to do with an array of a dtype that torch lacks."""
     if array.dtype.hasobject or array.itemsize == 0:
         return "give it a dtype of numbers, or use a call such as all_gather_object"
-    field = f"pass a field of its records ({name}[{array.dtype.names[0]!r}]), " if array.dtype.names else ""
-    in_place = array.ndim > 0 and array.flags.c_contiguous
-    own = name if in_place else f"numpy.ascontiguousarray({name})"
-    return (
-        f"reduce it by an operator of your own (op=ringreduce.Op.torch(f)), {field}or move "
-        f"{'its bytes' if in_place else 'the bytes of a copy'} ({own}.view(numpy.uint8))"
-    )
+    field = f"pass a field of its records (array[{array.dtype.names[0]!r}]), " if array.dtype.names else ""
+    move = "move its bytes (array.view(numpy.uint8))"
+    if array.ndim == 0 or not array.flags.c_contiguous:
+        move = "move the bytes of a copy (numpy.ascontiguousarray(array).view(numpy.uint8))"
+    return f"reduce it by an operator of your own (op=ringreduce.Op.torch(f)), {field}or {move}"
 
 
 def copy_values(source: torch.Tensor, target: torch.Tensor) -> None:

@@ -63,7 +63,7 @@ class Rows:
                 "give it a dtype of numbers or records"
             )
         if not array.flags.writeable:
-            raise InvalidArgument(f"{name}, a NumPy array, is read-only; pass a writable copy: {name}.copy()")
+            raise InvalidArgument(f"{name}, a NumPy array, is read-only; pass a writable copy: array.copy()")
         whole = getattr(array.base, "dtype", array.dtype)
         if array.dtype.names and whole.names and not set(whole.names) <= set(array.dtype.names):
             raise InvalidArgument(

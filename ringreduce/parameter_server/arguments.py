@@ -7,9 +7,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from ringreduce.errors import InvalidArgument
+from ringreduce.groups.tensors import from_numpy
 from ringreduce.parameter_server.checks import WHOLE, is_text, number, shown, whole
 from ringreduce.parameter_server.modes import Mode
 from ringreduce.parameter_server.updates import UpdateRule
@@ -78,9 +80,9 @@ def path_of(path: Any) -> Path:
 
 def _tensor(key: str, array: Any) -> torch.Tensor:
     if not isinstance(array, torch.Tensor):
-        if not hasattr(array, "__array_interface__"):
+        if not isinstance(array, np.ndarray | np.generic):
             raise InvalidArgument(f"{key!r} is a {type(array).__name__}; it must be a torch.Tensor or a NumPy array")
-        array = _of_numpy(key, array)
+        array = from_numpy(array, repr(key))
     tensor: torch.Tensor = array.detach() if array.requires_grad else array
     if tensor.is_nested:
         raise InvalidArgument(f"{key!r} is a nested tensor; it must be a dense one")
@@ -96,15 +98,6 @@ def _tensor(key: str, array: Any) -> torch.Tensor:
             "stands for other tensors, as a DTensor does; pass one with memory of its own, such as its to_local()"
         )
     return tensor
-
-
-def _of_numpy(key: str, array: Any) -> torch.Tensor:
-    if hasattr(array, "mask"):
-        raise InvalidArgument(f"{key!r} is a masked array, and its mask would be lost; pass array.filled(...)")
-    try:
-        return torch.from_numpy(array)
-    except (TypeError, ValueError) as error:
-        raise InvalidArgument(f"{key!r}, a {type(array).__name__}, cannot be a tensor as it is: {error}") from None
 
 
 def _memory(tensor: torch.Tensor) -> int:
@@ -131,8 +124,6 @@ def readable(key: str, array: Any) -> torch.Tensor:
 
 def writable(key: str, array: Any) -> torch.Tensor:
     """Returns a CPU tensor that shares an array's memory. Raises `InvalidArgument` if it cannot be written to."""
-    if not isinstance(array, torch.Tensor) and not getattr(getattr(array, "flags", None), "writeable", True):
-        raise InvalidArgument(f"the NumPy array for {key!r} is read-only; pass a writable copy: array.copy()")
     if isinstance(array, torch.Tensor) and (array.is_neg() or array.is_conj()):
         raise InvalidArgument(
             f"the tensor for {key!r} is a lazy conjugate or negative: pass one with memory of its own"

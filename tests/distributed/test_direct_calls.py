@@ -271,22 +271,22 @@ def each(given: Any) -> None:
 
 
 ADVICE: list[tuple[Callable[[], Any], Callable[..., None], str]] = [
-    (lambda: np.float32(1), ringreduce.all_reduce, "numpy.array(tensor)"),
-    (read_only, ringreduce.all_reduce, "tensor.copy()"),
-    (lambda: np.arange(4.0)[::-1], ringreduce.all_reduce, "tensor.copy()"),
-    (lambda: np.arange(4.0)[::-1], first, "tensor.copy()"),
-    (lambda: np.zeros(3, [("a", "i1"), ("b", "f4")])["b"], ringreduce.all_reduce, "tensor.copy()"),
+    (lambda: np.float32(1), ringreduce.all_reduce, "numpy.array(scalar)"),
+    (read_only, ringreduce.all_reduce, "array.copy()"),
+    (lambda: np.arange(4.0)[::-1], ringreduce.all_reduce, "array.copy()"),
+    (lambda: np.arange(4.0)[::-1], first, "array.copy()"),
+    (lambda: np.zeros(3, [("a", "i1"), ("b", "f4")])["b"], ringreduce.all_reduce, "array.copy()"),
     (lambda: np.lib.stride_tricks.as_strided(np.ones(4), (3,), (0,)), first, "tensor.copy()"),
-    (lambda: columns(">f4"), ringreduce.all_reduce, 'tensor.astype(tensor.dtype.newbyteorder("="))'),
-    (lambda: read_only().astype(">i8"), ringreduce.all_reduce, 'tensor.astype(tensor.dtype.newbyteorder("="))'),
-    (masked, ringreduce.all_reduce, "tensor.filled(0)"),
-    (masked, ringreduce.all_reduce, "tensor.data"),
-    (masked, first, "tensor.data"),
-    (lambda: np.zeros(2, [("a", "f4"), ("b", "i8")]), ringreduce.all_reduce, "tensor['a']"),
-    (lambda: np.zeros(2, [("a", "f4"), ("b", "i8")]), ringreduce.broadcast, "tensor.view(numpy.uint8)"),
+    (lambda: columns(">f4"), ringreduce.all_reduce, 'array.astype(array.dtype.newbyteorder("="))'),
+    (lambda: read_only().astype(">i8"), ringreduce.all_reduce, 'array.astype(array.dtype.newbyteorder("="))'),
+    (masked, ringreduce.all_reduce, "array.filled(0)"),
+    (masked, ringreduce.all_reduce, "array.data"),
+    (masked, first, "array.data"),
+    (lambda: np.zeros(2, [("a", "f4"), ("b", "i8")]), ringreduce.all_reduce, "array['a']"),
+    (lambda: np.zeros(2, [("a", "f4"), ("b", "i8")]), ringreduce.broadcast, "array.view(numpy.uint8)"),
     (lambda: np.zeros(2, [("a", "f4"), ("b", "i8")])[["a"]], first, "numpy.lib.recfunctions.repack_fields(tensor)"),
-    (lambda: columns(np.longdouble), ringreduce.broadcast, "numpy.ascontiguousarray(tensor).view(numpy.uint8)"),
-    (lambda: np.array("text"), ringreduce.broadcast, "numpy.ascontiguousarray(tensor).view(numpy.uint8)"),
+    (lambda: columns(np.longdouble), ringreduce.broadcast, "numpy.ascontiguousarray(array).view(numpy.uint8)"),
+    (lambda: np.array("text"), ringreduce.broadcast, "numpy.ascontiguousarray(array).view(numpy.uint8)"),
     (lambda: torch.nested.nested_tensor(PARTS, layout=JAGGED), ringreduce.all_reduce, "values()"),
     (lambda: torch.nested.nested_tensor(PARTS, layout=JAGGED), first, "values()"),
     (lambda: torch.nested.nested_tensor(PARTS), each, "unbind()"),
@@ -317,8 +317,9 @@ def advice(me: Rank) -> None:
             given: Any = make()
             with pytest.raises(InvalidArgument, match=re.escape(expression)):
                 call(given)
-            dotted = expression if re.search("tensor|torch", expression) else f"tensor.{expression}"
-            better = eval(dotted, {"numpy": numpy, "torch": torch, "tensor": given})
+            dotted = expression if re.search("tensor|torch|array|scalar", expression) else f"tensor.{expression}"
+            known = dict.fromkeys(("tensor", "array", "scalar"), given) | {"numpy": numpy, "torch": torch}
+            better = eval(dotted, known)
             call(better)
         for name in MOVED_DTYPES:
             tensor = torch.zeros(4, dtype=getattr(torch, name))

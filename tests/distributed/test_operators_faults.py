@@ -347,7 +347,7 @@ def wrong_arguments(me: Rank) -> None:
         (lambda: ringreduce.all_reduce(x.to_sparse(), op=plus), r"a tensor has layout Sparse; .* its to_dense\(\)"),
         (lambda: ringreduce.scan(x.to("meta"), plus), "a tensor is on meta; .* on CPUs"),
         (lambda: ringreduce.scan([], plus), "tensor is a list of 0"),
-        (lambda: ringreduce.scan(read_only, plus), r"tensor, a NumPy array, is read-only; .*tensor.copy\(\)"),
+        (lambda: ringreduce.scan(read_only, plus), r"tensor, a NumPy array, is read-only; .*array.copy\(\)"),
         (lambda: ringreduce.scan(np.array([None]), plus), "tensor is a NumPy array of dtype object, whose elements"),
         (lambda: ringreduce.reduce_scatter(x, [x], plus), "input_list is a list of 1; .* each of the 2 ranks"),
         (lambda: ringreduce.reduce_scatter(x, [x[:3]] * 2, plus), r"output has 4 .* input_list\[\d\] has 3"),
