@@ -139,9 +139,9 @@ def from_numpy(array: Any, name: str = "tensor") -> torch.Tensor:
         raise InvalidArgument(f"{name} is a NumPy array that is read-only; pass a writable copy: array.copy()")
     try:
         return viewed(array)
-    except ValueError as error:  # negative strides, say
+    except ValueError:  # negative strides, say
         raise InvalidArgument(
-            f"{name} is a NumPy array that torch cannot use: {error}; pass a copy: array.copy()"
+            f"{name} is a NumPy array with strides {array.strides}, which torch cannot use; pass a copy: array.copy()"
         ) from None
 
 
