@@ -107,9 +107,10 @@ void check_tensor(const at::Tensor& tensor, const char* what) {
   if (tensor.is_nested()) invalid(what, ": a tensor is nested; pass its parts, of its unbind(), one by one");
   if (tensor._is_zerotensor()) invalid(what, ": a tensor is a zero tensor, without memory; pass its clone()");
   if (tensor.numel() > 0)
-    invalid(what,
-            ": a tensor has no memory: it is fake, its storage was freed, or it stands for other tensors; pass those, such "
-            "as a DTensor's to_local() or a MaskedTensor's get_data()");
+    invalid(
+        what,
+        ": a tensor has no memory: it is fake, its storage was freed, or it stands for other tensors; pass those, such "
+        "as a DTensor's to_local() or a MaskedTensor's get_data()");
 }
 
 namespace {
