@@ -461,6 +461,15 @@ c10::intrusive_ptr<Work> ProcessGroupRing::gather(std::vector<TensorList>& outpu
   return submit(asked(OpType::GATHER, Operation::gather, opts), {input}, is_root ? outputs[0] : TensorList{});
 }
 
+#if RINGREDUCE_HAS_GATHER_SINGLE
+c10::intrusive_ptr<Work> ProcessGroupRing::gather_single(at::Tensor& output, at::Tensor& input,
+                                                         const c10d::GatherOptions& opts) {
+  Collective collective = asked(OpType::GATHER, Operation::gather, opts);
+  collective.flat_output = getRank() == opts.rootRank;  // torch gives the other ranks' output no elements
+  return submit(collective, {input}, collective.flat_output ? TensorList{output} : TensorList{});
+}
+#endif
+
 c10::intrusive_ptr<Work> ProcessGroupRing::scatter(TensorList& outputs, std::vector<TensorList>& inputs,
                                                    const c10d::ScatterOptions& opts) {
   const at::Tensor& output = only(outputs, "scatter");

@@ -13,6 +13,9 @@ using PreMulSumSupplement = c10d::PreMulSumSupplement;
 using PreMulSumSupplement = c10d::NCCLPreMulSumSupplement;
 #endif
 
+// A gather into one tensor, gather_single, is a call of c10d::Backend.
+#define RINGREDUCE_HAS_GATHER_SINGLE (TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 14)
+
 // Under which backend's name, and barrier's, `torchfrtrace` takes our calls: it has closed lists of them.
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 12
 inline constexpr const char* kAnalysedAs = "gloo:";

@@ -30,6 +30,7 @@
 #include "engine/engine.h"
 #include "process_group/c10d_point_to_point.h"
 #include "process_group/call_log.h"
+#include "process_group/compat.h"
 #include "process_group/fusion.h"
 #include "process_group/job.h"
 #include "process_group/work.h"
@@ -118,6 +119,9 @@ class ProcessGroupRing : public c10d::Backend {
   WorkPtr reduce_scatter_tensor_coalesced(TensorList& outputs, TensorList& inputs,
                                           const c10d::ReduceScatterOptions& opts) override;
   WorkPtr gather(std::vector<TensorList>& outputs, TensorList& inputs, const c10d::GatherOptions& opts) override;
+#if RINGREDUCE_HAS_GATHER_SINGLE
+  WorkPtr gather_single(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& opts) override;
+#endif
   WorkPtr scatter(TensorList& outputs, std::vector<TensorList>& inputs, const c10d::ScatterOptions& opts) override;
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
                         std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& opts) override;

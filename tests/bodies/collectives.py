@@ -124,6 +124,14 @@ def gather(me: Rank, count: int, call: int) -> None:
         same(tensor, values(rank, count, call))
 
 
+def gather_single(me: Rank, count: int, call: int) -> None:
+    root = call % me.size
+    output = torch.full((me.size * count,), -1.0) if me.rank == root else None
+    dist.gather_single(values(me.rank, count, call), output, dst=root)
+    if output is not None:
+        same(output, torch.cat([values(rank, count, call) for rank in range(me.size)]))
+
+
 def scatter(me: Rank, count: int, call: int) -> None:
     root, output = call % me.size, torch.full((count,), -1.0)
     inputs = [values(root, count, call + rank) for rank in range(me.size)] if me.rank == root else None
@@ -201,6 +209,7 @@ COLLECTIVES = {
         reduce_scatter,
         reduce_scatter_tensor,
         gather,
+        *([gather_single] if hasattr(dist, "gather_single") else []),  # from torch 2.14 on
         scatter,
         all_to_all,
         all_to_all_single,
