@@ -146,12 +146,21 @@ void look_for_ctrl_c() {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
-void warn(const std::string& text) {
+// What a turn of a server calls in Python.
+template <class F>
+void call_python(F&& body) {
+  const NoQuestions no_questions;
   const py::gil_scoped_acquire gil;
-  try {
-    py::module_::import("logging").attr("getLogger")("ringreduce.parameter_server").attr("warning")("%s", text);
-  } catch (const py::error_already_set&) {  // raised by a handler of the program's: the server goes on
-  }
+  body();
+}
+
+void warn(const std::string& text) {
+  call_python([&] {
+    try {
+      py::module_::import("logging").attr("getLogger")("ringreduce.parameter_server").attr("warning")("%s", text);
+    } catch (const py::error_already_set&) {  // raised by a handler of the program's: the server goes on
+    }
+  });
 }
 
 // (block, version, value, out, gradient, (worker, clock, pulled, weight) of each push, the rule's numbers)
@@ -162,10 +171,7 @@ using PythonFunction =
 
 std::shared_ptr<Server> make_server(std::size_t capacity, PythonFunction function, bool backed_up, Roots roots) {
   Server::Hooks hooks;
-  hooks.enter = [](const std::function<void()>& body) {
-    const py::gil_scoped_acquire gil;
-    body();
-  };
+  hooks.enter = [](const std::function<void()>& body) { call_python(body); };
   hooks.update = [call = std::move(function)](const PythonUpdate& update) {
     std::vector<std::tuple<WorkerId, std::uint64_t, std::uint64_t, double>> pushes;
     for (const Contribution& each : update.contributions)
@@ -196,12 +202,13 @@ auto by_keywords(Method method) {
 auto with_far(void (Server::*method)(std::unique_ptr<Partner>)) {
   return [method](Server& server, std::function<void()> on_silence, std::string name) {
     const auto call = [function = std::move(on_silence)] {
-      const py::gil_scoped_acquire gil;
-      try {
-        function();
-      } catch (py::error_already_set& error) {
-        error.discard_as_unraisable("a parameter server's callback");
-      }
+      call_python([&] {
+        try {
+          function();
+        } catch (py::error_already_set& error) {
+          error.discard_as_unraisable("a parameter server's callback");
+        }
+      });
     };
     (server.*method)(std::make_unique<FarPartner>(server.bell_words(), call, std::move(name)));
   };
@@ -409,6 +416,7 @@ void bind_client(py::module_& m) {
       .def("read_round", timed(&Client::read_round), no_gil, py::arg("parts"), py::arg("places"), py::arg("timeout"))
       .def("round_of", &Client::round_of, py::arg("parts"))
       .def("drain", timed(&Client::drain), no_gil, py::arg("timeout"))
+      .def("check_caller", [](Client& client) { client.of_this_process(); })
       .def("abort", &Client::abort)
       .def_property_readonly("outstanding", &Client::outstanding)
       .def("unanswered_push", &Client::unanswered_push);
@@ -429,6 +437,10 @@ void bind_calls_and_rows(py::module_& m) {
       .def_property_readonly("count", &RowSet::count)
       .def_property_readonly("distinct", &RowSet::distinct)
       .def_property_readonly("begins", &RowSet::begins)
+      .def(
+          "copy_ids",
+          [](const RowSet& rows, std::byte* to) { std::memcpy(to, rows.ids().data(), rows.ids().size_bytes()); },
+          py::arg("to"))
       .def(
           "copy_positions",
           [](const RowSet& rows, std::byte* to) {

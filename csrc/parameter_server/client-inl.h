@@ -144,6 +144,20 @@ struct Client::Unlocked {
   Lock& lock;
 };
 
+// Has the thread of the connections to other hosts serve them for its own lifetime.
+struct Client::HandedOver {
+  explicit HandedOver(WorkerWire* wire) : wire(wire) {
+    if (wire != nullptr) wire->connections().hand_over(true);
+  }
+  ~HandedOver() {
+    if (wire != nullptr) wire->connections().take_over();
+  }
+  HandedOver(const HandedOver&) = delete;
+  HandedOver& operator=(const HandedOver&) = delete;
+
+  WorkerWire* const wire;
+};
+
 template <class F>
 bool Client::wait_until(Hold& hold, Nanoseconds timeout, F&& ready) {
   const auto check_aborted = [this] {
@@ -172,7 +186,7 @@ bool Client::wait_until(Hold& hold, Nanoseconds timeout, F&& ready) {
     const Unlocked unlocked(hold.lock);
     if (interrupt_ && begun + waited - looked >= kLookForCtrlC) {
       looked = begun + waited;
-      interrupt_();
+      call_python(hold);
     }
     if (idle < kLooks + kYields) {
       sched_yield();

@@ -33,6 +33,7 @@ Client& Client::of_this_process() {
     throw Error(ErrorKind::invalid_argument,
                 "worker " + std::to_string(worker_) +
                     " is the process that this one was forked from: call join() here for a worker of its own");
+  NoQuestions::check();
   return *this;
 }
 
@@ -198,9 +199,16 @@ void Client::sleep(std::uint32_t seen, Nanoseconds most) {
   if (wire_ == nullptr) return bell_->sleep(seen, most);
   Connections& connections = wire_->connections();
   if (!has_near_) return connections.doze();  // no server on this host could ring the bell
-  connections.hand_over(true);
+  const HandedOver handed_over(wire_.get());
   bell_->sleep(seen, most);
-  connections.take_over();
+}
+
+// A signal handler may take long, and another thread may keep the GIL. So others have meanwhile all that this thread
+// has, and the handler may ask this process's server.
+void Client::call_python(Hold& hold) {
+  hold.turns.leave();
+  const HandedOver handed_over(hold.wire);
+  interrupt_();
 }
 
 bool Client::take_turns(Hold& hold) {

@@ -90,7 +90,7 @@ struct Call {
 
 // Thread-safe. Every wait is bounded. It throws Error(timeout) after its timeout unless the function says that it
 // returns something instead, Error(server_lost) with `culprit` set when a server that it needs has ended, and
-// Error(aborted) after abort(). In a forked child, every function that waits throws Error(invalid_argument).
+// Error(aborted) after abort(), and what of_this_process() throws.
 class Client {
  public:
   // Makes a window with `data` bytes for pushes to `servers` servers. Throws Error(system). A waiting thread calls
@@ -196,6 +196,8 @@ class Client {
   // The latest version that all parts have; 0 if one of them has no value.
   std::uint64_t round_of(const std::vector<Part>& parts);
 
+  // Throws Error(invalid_argument) in a forked child, and in a function that a server calls (turns.h).
+  Client& of_this_process();
   // Makes every wait, now and later, throw Error(aborted).
   void abort();
   // The number of requests that have not been answered.
@@ -210,6 +212,7 @@ class Client {
   struct Sent;
   struct Hold;
   struct Unlocked;
+  struct HandedOver;
   struct Peer;
   using Lock = std::unique_lock<std::mutex>;
 
@@ -234,6 +237,7 @@ class Client {
   // Calls `ready` until it returns true; returns false after the timeout.
   template <class F>
   bool wait_until(Hold& hold, Nanoseconds timeout, F&& ready);
+  void call_python(Hold& hold);
   bool take_turns(Hold& hold);
   void sleep(std::uint32_t seen, Nanoseconds most);
   void put(Hold& hold, std::uint32_t server, Item item, Nanoseconds timeout);
@@ -254,7 +258,6 @@ class Client {
   void fill_rows(const TablePlace& table, const RowSet& rows, std::uint32_t server, const std::byte* values,
                  std::byte* to) const;
 
-  Client& of_this_process();                 // throws Error(invalid_argument) in a forked child
   std::pair<WorkerWire*, Server*> shared();  // the wire and the hosted server, or nullptr; throws as of_this_process()
 
   const ForkMark fork_;

@@ -16,9 +16,18 @@
 
 #include "core/error.h"
 #include "core/fork.h"
+#include "core/no_calls.h"
 #include "parameter_server/shared.h"
 
 namespace ringreduce::parameter_server {
+
+struct Servers {
+  static constexpr char kWhy[] =
+      "a function that a server calls, such as an update function, may not use the parameter server, since the server "
+      "waits for its end: use what the function is given, or ask in the thread that pushes";
+};
+// Lives in a turn while it calls Python. Its thread would wait for the turn's end.
+using NoQuestions = NoCallsOf<Servers>;
 
 class Turns {
  public:
@@ -30,7 +39,7 @@ class Turns {
   Bell& bell_words() const { return *reinterpret_cast<Bell*>(bell_memory_.at()); }
 
   // Has a turn call `body`, and waits for that. Returns what it returns, and throws what it throws, or Error(aborted)
-  // after stop().
+  // after stop(). Throws Error(invalid_argument) where there is a NoQuestions.
   template <class F>
   auto order(F&& body);
   // Ends the thread. Idempotent; every caller returns after the thread has ended.
@@ -111,6 +120,7 @@ auto Turns::order(F&& body) {
     order([&] { result.emplace(body()); });
     return std::move(*result);
   }
+  NoQuestions::check();
   std::exception_ptr failed;
   bool done = false;
   std::unique_lock lock(mutex_);

@@ -505,6 +505,59 @@ def test_a_function_may_keep_its_tensors() -> None:
     assert kept[0].tolist() == [102] * 3
 
 
+def test_a_function_that_uses_the_parameter_server_is_told_at_once() -> None:
+    told: list[str] = []
+    ones = torch.ones(3)
+
+    def asks(value: torch.Tensor, push: torch.Tensor, state: dict[str, Any], info: ps.Info) -> None:
+        for call in (
+            kv.stats,
+            kv.barrier,
+            kv.leave,
+            lambda: kv.init("x", ones),
+            lambda: kv.push("w", ones),
+            lambda: kv.pull("w", torch.zeros(3)),
+            other.wait,
+            local.statistics,
+        ):
+            with pytest.raises(InvalidArgument, match="an update function, may not use the parameter server") as raised:
+                call()
+            told.append(str(raised.value))
+        value += push
+
+    with ps.join(functions={"asks": asks}, **SMALL) as kv:
+        local: Any = kv.calls.local
+        kv.init("other", ones)
+        other = kv.push("other", ones)
+        kv.init("w", ones, update=ps.function("asks"), mode=ps.asynchronous())
+        kv.push("w", ones).wait()
+        assert len(told) == 8
+        kv.pull("w", out := torch.zeros(3))
+        assert out.tolist() == [2] * 3 and kv.stats()["servers"]
+
+
+def test_a_signal_handler_cannot_ask_amid_a_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ps.join(**SMALL) as kv:
+        answer = ServerProcess.answer
+
+        def interrupts(self: ServerProcess, *arguments: Any) -> Any:
+            signal.raise_signal(signal.SIGALRM)
+            return answer(self, *arguments)
+
+        def handler(*_: object) -> None:
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)
+            with pytest.raises(InvalidArgument, match=r"a signal handler asked server 0 .* while its thread waited"):
+                kv.stats()
+            handled.append(True)
+
+        handled: list[bool] = []
+        before = signal.signal(signal.SIGALRM, handler)
+        monkeypatch.setattr(ServerProcess, "answer", interrupts)
+        assert None not in kv.stats()["servers"].values()
+        signal.signal(signal.SIGALRM, before)
+        assert handled
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("weight", [512.0, 1e-7, 1e30])
 def test_a_weighted_average_is_as_large_as_its_values(dtype: torch.dtype, weight: float) -> None:

@@ -9,6 +9,8 @@ import os
 import re
 import signal
 import time
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -200,6 +202,41 @@ def test_a_timeout_names_who_is_waited_for_and_harms_nothing(hosts: tuple[int, .
     (said, late), _ = run(placed, 2, hosts, waits_in_vain)
     assert "'w' on server 0 (" in said and "waits for worker 1 (" in said and "pid" in said
     assert late == []
+
+
+def is_interrupted(me: Rank) -> None:
+    """Rank 0's signal handler runs while rank 0 waits for a round: the rest of its push goes out, and rank 1 uses its
+    server, before the handler ends. Rank 1 is stopped until then, so that little of the push has gone."""
+    me.store.set(f"pid {me.rank}", str(os.getpid()))
+    w, counted = torch.zeros(2 << 20), torch.zeros(3)
+    with join(me, window=32 << 20, memory=64 << 20, block_bytes=1 << 20) as kv:
+        kv.init("w", w)
+        kv.init("counted", counted, update=ps.reduce("sum"), mode=ps.asynchronous())
+        kv.barrier()
+        if me.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            kv.push_pull("w", torch.ones_like(w), out=w).wait()
+            me.store.set("rank 1 has gone on", "")
+            return
+        other, handled = int(me.store.get("pid 1")), []
+
+        def handler(*_: object) -> None:
+            os.kill(other, signal.SIGCONT)
+            handled.append(kv.stats()["servers"])
+            kv.push_pull("counted", torch.ones(3), out=counted).wait()
+            me.store.wait(["rank 1 has gone on"], timedelta(seconds=20))
+
+        signal.signal(signal.SIGALRM, handler)
+        while Path(f"/proc/{other}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.01)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        kv.push_pull("w", torch.ones_like(w), out=w).wait()
+        assert w.eq(1).all() and counted.eq(1).all() and None not in handled[0].values()
+
+
+@on_any_hosts
+def test_a_signal_handler_keeps_nothing_from_the_others_and_may_use_the_servers(hosts: tuple[int, ...]) -> None:
+    run(placed, 2, hosts, is_interrupted)
 
 
 # ---- founding --------------------------------------------------------------------------------------------------------

@@ -208,7 +208,7 @@ class KeyValue:
         """
         if self.has_left:
             return
-        self.calls.questions.check_process()
+        self.calls.questions.check_caller()
         deadline = self.calls.deadline(timeout)
         self.calls.has_left = True
         try:

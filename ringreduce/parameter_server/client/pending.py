@@ -174,7 +174,7 @@ class Pending:
 
         Does nothing for a push alone, or if the pull has begun. `timeout` is as for `wait`.
         """
-        self.through.questions.check_process()
+        self.through.questions.check_caller()
         if self.pulls is not None:
             self.pulls.begin(self.through.until(timeout))
 

@@ -35,7 +35,7 @@ class Joined:
 
 
 class Questions:
-    """Asks questions for one worker, one after the other. Only usable in the process that made it."""
+    """Asks questions for one worker, one after the other."""
 
     def __init__(
         self, entry: Entry, client: ParameterClient, servers: Sequence[Joined], failover: FailoverConnector | None
@@ -43,9 +43,8 @@ class Questions:
         """`failover` is given if backups are reached by TCP."""
         self.servers = servers
         self._entry, self._client, self._failover = entry, client, failover
-        self._pid = os.getpid()
         self._numbers = itertools.count()
-        self._asking = threading.Lock()
+        self._asking, self._is_asking = threading.RLock(), False
         self._aborted = os.eventfd(0, os.EFD_CLOEXEC)  # readable after `abort`
         weakref.finalize(self, os.close, self._aborted)
 
@@ -65,20 +64,25 @@ class Questions:
         """Ends every wait for an answer, now and later, with `Aborted`."""
         os.eventfd_write(self._aborted, 1)
 
-    def check_process(self) -> None:
-        """Raises `InvalidArgument` in a forked child."""
-        if os.getpid() != self._pid:
-            raise InvalidArgument(
-                f"worker {self._entry.worker} is the process that this one was forked from: call join() here for a "
-                "worker of its own"
-            )
+    def check_caller(self) -> None:
+        """Raises `InvalidArgument` in a forked child, and in a function that a server calls."""
+        self._client.check_caller()
 
     def ask(self, server: int, question: dict[str, Any], deadline: float) -> dict[str, Any]:
         """Returns the answer of `server` or, if that has ended, of the server that took over its blocks. Raises
         `ServerLost` if there is none, `CollectiveTimeout` after `deadline`, and the error that is the answer."""
-        self.check_process()
+        self.check_caller()
         with self._asking:  # by another thread, so that each gets its own answer
-            return self._ask(server, question, deadline)
+            if self._is_asking:
+                raise InvalidArgument(
+                    f"a signal handler asked {self.servers[server].name} while its thread waited for an answer: set a "
+                    "flag in the handler, and ask after the call that it has interrupted"
+                )
+            self._is_asking = True
+            try:
+                return self._ask(server, question, deadline)
+            finally:
+                self._is_asking = False
 
     def _ask(self, server: int, question: dict[str, Any], deadline: float) -> dict[str, Any]:
         while True:
