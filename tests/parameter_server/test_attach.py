@@ -530,6 +530,25 @@ def test_settings_that_change_between_backward_and_step_hold_or_are_an_error() -
         optimizer.detach()
 
 
+def test_a_setting_may_change_inside_a_list() -> None:
+    model, alone = nn.Linear(3, 1), nn.Linear(3, 1)
+    alone.load_state_dict(model.state_dict())
+    by_itself = torch.optim.Adam(alone.parameters(), lr=0.1, foreach=False)
+    kv, optimizer = attached(model, torch.optim.Adam, lr=0.1)
+    with kv:
+        for step in range(4):
+            for net, each in ((model, optimizer), (alone, by_itself)):
+                if step == 1:
+                    each.param_groups[0]["betas"] = [0.5, 0.9]
+                elif step == 2:
+                    each.param_groups[0]["betas"][0] = 0.95
+                each.zero_grad()
+                net(ones(step)).sum().backward()
+                each.step()
+        optimizer.detach()
+    assert bits(model) == bits(alone)
+
+
 def test_load_state_dict_takes_settings_and_no_states() -> None:
     model = nn.Linear(3, 2)
     kv, optimizer = attached(model, torch.optim.Adam, lr=0.1)

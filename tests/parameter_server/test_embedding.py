@@ -66,7 +66,7 @@ def trains(me: Rank, rule: str, bag: bool, everywhere: bool) -> Any:
             if everywhere:
                 ids = torch.cat([ids, torch.arange(VOCABULARY).repeat(3, 1).T])
                 factors = torch.cat([factors, torch.ones(VOCABULARY, DIM)])
-            rows = table(ids)
+            rows = torch.cat([table(ids[:5]), table(ids[5:])]) if step % 2 else table(ids)
             ((rows if bag else rows.sum(1)) * factors).sum().backward()
             if step % 2 and not everywhere:
                 table.prefetch(batch(me.rank, step + 1)[0])
@@ -252,6 +252,30 @@ def test_prefetched_rows_leave_room_for_requests() -> None:
             table.push(torch.arange(20_000), torch.ones(20_000, 8)).wait()  # 800 KB
             table.prefetch(torch.arange(10_000))
         assert not tables[0].pull(torch.arange(20_000, 40_000)).any()
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("amid a backward pass")
+
+
+def test_a_backward_pass_that_raises_pushes_nothing() -> None:
+    with ps.join(**SMALL) as kv:
+        table = ps.Embedding(kv, "t", 4, update=ps.reduce("sum"), initial=(0, 0), mode=ps.asynchronous())
+        ids = torch.tensor([1, 2])
+        factor = Fails.apply(torch.ones(4, requires_grad=True))
+        with pytest.raises(ArithmeticError):
+            (table(ids) * factor).sum().backward()  # which computes the gradient of the rows first
+        for _ in range(2):
+            (table(ids) + table(ids.flip(0))).sum().backward()
+        table.flush()
+        assert table.pull(ids).tolist() == torch.full((2, 4), 4.0).tolist()
+        assert kv.stats()["servers"].popitem()[1]["updates"] == 2
 
 
 def test_eval_mode_pushes_too() -> None:

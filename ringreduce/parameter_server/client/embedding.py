@@ -98,6 +98,8 @@ class Embedding(nn.Module):
         self._calls, self._client = kv.calls, kv.calls.client
         self._prefetched = _prefetched.setdefault(self._calls, [])
         self._table = kv.calls.make_table(name, spec, kv.calls.deadline(None))
+        self._computed: dict[int, list[tuple[ParameterRows, torch.Tensor]]] = {}
+        """By the backward pass under way: the rows whose gradients it has computed, and these."""
         self._pushed: list[Pending] = []
         self._late = 0
 
@@ -206,7 +208,8 @@ class Embedding(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns the rows of `ids`, like `torch.nn.Embedding`. `backward` pushes their gradients, in `eval` mode too.
 
-        Each forward pass is pushed as an update of its own; a pass under `torch.no_grad()` pushes nothing.
+        A backward pass pushes once, at its end, the gradients of all forward passes that it goes through. A forward
+        pass under `torch.no_grad()` pushes nothing.
         """
         positions, values = self._values(ids)
         return functional.embedding(positions, values)
@@ -237,12 +240,14 @@ class Embedding(nn.Module):
         self._take(batch, values, deadline, distinct=True)
         positions = torch.empty_like(wanted)
         batch.rows.copy_positions(positions.data_ptr())
+        if torch._C._current_graph_task_id() < 0:
+            self._computed.clear()  # of backward passes that raised an error
         while self._pushed and self._is_answered(self._pushed[0]):
             self._late += len(self._pushed.pop(0).wait())  # raises the error of a push that went wrong
         if torch.is_grad_enabled():
             values.requires_grad_()
             hooked: Any = values
-            hooked.register_post_accumulate_grad_hook(partial(self._push_gradient, batch.rows))
+            hooked.register_post_accumulate_grad_hook(partial(self._keep_gradient, batch.rows))
         return positions, values
 
     def _is_answered(self, pushed: Pending) -> bool:
@@ -259,10 +264,28 @@ class Embedding(nn.Module):
             and values.shape == (*ids.shape, self.dim)
         )
 
-    def _push_gradient(self, rows: ParameterRows, values: torch.Tensor) -> None:
+    def _keep_gradient(self, rows: ParameterRows, values: torch.Tensor) -> None:
         assert values.grad is not None
         gradient, values.grad = values.grad.contiguous(), None
-        self._pushed.append(self._push(rows, gradient, self._calls.deadline(None), distinct=True))
+        backward = torch._C._current_graph_task_id()
+        computed = self._computed.setdefault(backward, [])
+        computed.append((rows, gradient))
+        if len(computed) == 1:
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: self._push_computed(self._computed.pop(backward)))
+
+    def _push_computed(self, computed: list[tuple[ParameterRows, torch.Tensor]]) -> None:
+        """Called at the end of a backward pass."""
+        rows, gradient = computed[0]
+        if len(computed) > 1:
+            ids = torch.empty(sum(each.distinct for each, _ in computed), dtype=torch.int64, device="cpu")
+            begin = ids.data_ptr()
+            for each, _ in computed:
+                each.copy_ids(begin)
+                begin += each.distinct * ids.itemsize
+            rows, gradient = self._table.rows(ids.data_ptr(), ids.numel()), torch.cat([each for _, each in computed])
+        deadline = self._calls.deadline(None)
+        self._pushed.append(self._push(rows, gradient, deadline, distinct=len(computed) == 1))
 
 
 class EmbeddingBag(Embedding):

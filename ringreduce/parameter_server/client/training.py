@@ -49,6 +49,11 @@ class _OfWorker:
 _of_workers: WeakKeyDictionary[Calls, _OfWorker] = WeakKeyDictionary()
 
 
+def _copied(value: Any) -> Any:
+    """A setting, which does not change with a list in `param_groups`."""
+    return tuple(value) if isinstance(value, list) else value
+
+
 class Attached(torch.optim.Optimizer):
     """Made by `attach`, and used in place of the optimizer.
 
@@ -358,7 +363,10 @@ class Attached(torch.optim.Optimizer):
 
     def _now(self) -> list[dict[str, Any]]:
         """Returns the settings of each parameter group that determine its updates."""
-        return [{key: value for key, value in group.items() if key in self._settings} for group in self.param_groups]
+        return [
+            {key: _copied(value) for key, value in group.items() if key in self._settings}
+            for group in self.param_groups
+        ]
 
     def _tell(self) -> None:
         """Tells the servers settings that have changed, before anything of this step is pushed."""
