@@ -90,8 +90,15 @@ std::vector<Snapshot::Entry> Blocks::begin_snapshot(const Shard& shard) {
     snapshot_->entries.push_back({id, shard.version(id), block.steps, block.rows(), states, rule.numbers()});
     for (std::size_t piece = 0; piece < block.pieces(); ++piece) snapshot_->left.emplace_back(id, piece);
     block.watch().begin(block.pieces(), [this, id](std::size_t piece) {
-      snapshot_->kept.push_back(blocks_[id]->copy(id, piece));
-      snapshot_bytes_ += snapshot_->kept.back().size;
+      if (snapshot_->failed) return;
+      try {
+        snapshot_->kept.push_back(blocks_[id]->copy(id, piece));
+        snapshot_bytes_ += snapshot_->kept.back().size;
+      } catch (const std::bad_alloc&) {  // the snapshot is lost, and the update goes on
+        snapshot_->failed = true;
+        snapshot_->kept.clear();
+        snapshot_bytes_ = 0;
+      }
     });
   }
   return snapshot_->entries;
@@ -99,6 +106,8 @@ std::vector<Snapshot::Entry> Blocks::begin_snapshot(const Shard& shard) {
 
 std::optional<Snapshot::Piece> Blocks::next_piece() {
   if (snapshot_ == nullptr) throw Error(ErrorKind::invalid_argument, "no snapshot is under way");
+  if (snapshot_->failed)
+    throw Error(ErrorKind::system, "the server's process had no memory to copy a block that was updated meanwhile");
   std::optional<Snapshot::Piece> piece;
   if (!snapshot_->kept.empty()) {
     piece = std::move(snapshot_->kept.front());

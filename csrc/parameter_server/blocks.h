@@ -51,7 +51,8 @@ class Blocks {
   // Begins a snapshot of all blocks that have a value. Precondition: all operations of the shard have been carried out.
   // Throws Error(invalid_argument) if a snapshot is under way.
   std::vector<Snapshot::Entry> begin_snapshot(const Shard& shard);
-  // Returns the next piece, or nothing after the last. Throws Error(invalid_argument) if no snapshot is under way.
+  // Returns the next piece, or nothing after the last. Throws Error(invalid_argument) if no snapshot is under way, and
+  // Error(system) if there was no memory to copy a piece before its update.
   std::optional<Snapshot::Piece> next_piece();
   void end_snapshot();
   bool in_snapshot() const { return snapshot_ != nullptr; }

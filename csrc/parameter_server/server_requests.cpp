@@ -26,16 +26,18 @@ bool Server::take_frames() {
       if (Port* const port = find(replica_.ports, worker)) port->gone = true;
     return moved;
   }
-  if (holds_back() || !may_take()) return moved;
-  for (const auto& [worker, slot] : wire_->take_requests()) {
-    if (Port* const port = find(replica_.ports, worker); port != nullptr && port->alive) take(*port, slot);
-    moved = true;
+  if (!holds_back() && may_take()) {
+    for (const auto& [worker, slot] : wire_->take_requests()) {
+      if (Port* const port = find(replica_.ports, worker); port != nullptr && port->alive) take(*port, slot);
+      moved = true;
+    }
+    for (const auto& [worker, why] : wire_->take_lost()) {
+      if (Port* const port = find(replica_.ports, worker); port != nullptr && port->alive) end(*port);
+      moved = true;
+    }
   }
-  for (const auto& [worker, why] : wire_->take_lost()) {
-    if (Port* const port = find(replica_.ports, worker); port != nullptr && port->alive) end(*port);
-    moved = true;
-  }
-  send_replies();
+  // While the backup is out of reach it may serve in this one's place, so nothing is shown.
+  if (leader_ == nullptr || !leader_->backup->silent()) send_replies();
   return moved;
 }
 

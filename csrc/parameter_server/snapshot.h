@@ -41,6 +41,7 @@ struct Snapshot {
   std::vector<Entry> entries;
   std::deque<std::pair<BlockId, std::size_t>> left;  // the pieces not yet asked for, in order
   std::deque<Piece> kept;                            // copied before they were asked for
+  bool failed = false;                               // there was no memory for a copy
 };
 
 // The pieces of a block that a snapshot has not copied.
@@ -62,7 +63,7 @@ class Watch {
   // The block calls this before it changes a piece.
   void touch(std::size_t piece) {
     if (piece >= unclaimed_.size() || !unclaimed_[piece]) return;
-    before_(piece);  // may throw std::bad_alloc; then the piece is still unclaimed
+    before_(piece);
     unclaimed_[piece] = false;
   }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import signal
 import struct
 import threading
@@ -264,6 +265,37 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path, monkeypatch: py
             handles.append(kv.snapshot(tmp_path / str(i)))
             handles[-1].wait()
         assert all(handle.done() for handle in handles)  # the server knows the latest only
+
+
+def lacks_memory(me: Rank, path: str) -> None:
+    """A block is updated before it has been saved, and there is no memory to copy it."""
+    goes_on, write = threading.Event(), snapshots._Saved.write
+
+    def waits(self: Any, *arguments: Any) -> None:
+        assert goes_on.wait(30)
+        write(self, *arguments)
+
+    snapshots._Saved.write = waits  # type: ignore[method-assign]
+    with ps.join(me.store, rank=0, size=1, memory=160 << 20, window=72 << 20, block_bytes=72 << 20) as kv:
+        w = torch.ones(17 << 20)  # more than malloc has in reserve for a thread
+        kv.init("first", torch.ones(3))
+        kv.init("w", w, update=ps.reduce("sum"))
+        kv.push_pull("w", w, out=w).wait()
+        saving = kv.snapshot(path + "/one")
+        now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (now + (16 << 20), resource.RLIM_INFINITY))
+        kv.push_pull("w", w, out=w).wait()
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        goes_on.set()
+        with pytest.raises(SystemFailure, match="no memory to copy a block"):
+            saving.wait()
+        assert w.eq(4).all()
+        kv.snapshot(path + "/two").wait()
+
+
+@pytest.mark.slow
+def test_a_snapshot_without_memory_for_a_copy_fails_alone(tmp_path: Path) -> None:
+    run(lacks_memory, 1, str(tmp_path))
 
 
 def test_a_key_that_is_being_made_is_left_out(tmp_path: Path) -> None:
