@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import logging
+import pickle
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ringreduce.errors import InvalidArgument, TooFewRanks
 
@@ -19,6 +22,8 @@ _PLAIN = (int, float, complex, str, bytes, type(None), np.generic, torch.dtype, 
 """Types of values without parts, which mean the same on every rank. A bool is an int."""
 _OF_ITS_RANK = (torch.utils.data.Sampler, torch.utils.data.DataLoader, torch.utils.data.Dataset)
 """Types of which each rank has its own."""
+
+log = logging.getLogger(__name__)
 
 
 class State:
@@ -52,13 +57,26 @@ class State:
 
         `takes`: whether this rank replaces its own state by it. It receives a tensor in place where it has one alike.
         So if this call fails, its state may be part old and part new: it must not be a source, but may take again, from
-        any source. Objects are loaded, and parts replaced, once everything has come.
+        any source. Objects are loaded, and parts replaced, once everything has come. If the source has something that
+        cannot be sent, those that would take its state raise `InvalidArgument`, and the others go on.
         """
         sends = dist.get_rank() == source
-        mine = self._dump() if sends or takes else {}
-        told: list[Any] = [pytree.tree_map(_announced, mine) if sends else None]
+        mine: dict[str, Any] = {}
+        told: list[Any] = [None]
+        try:
+            mine = pytree.tree_map(_opened, self._dump()) if sends or takes else {}
+            told = [_pickled(pytree.tree_map_with_path(_announced, mine)) if sends else None]
+        except Exception as error:
+            if not sends:
+                raise
+            log.warning("the state cannot be sent, so nobody can join: %s", error)
+            told = [str(error)]
         dist.broadcast_object_list(told, source)
-        (theirs,) = told
+        if isinstance(told[0], str):
+            if takes:
+                raise InvalidArgument(f"{told[0]} (on the member whose state this one would take)")
+            return
+        theirs = pickle.loads(told[0])
         loads = takes and set(theirs) == set(mine)
         own = dict(pytree.tree_leaves_with_path({name: mine[name] for name in mine if sends or self._is_filled(name)}))
         filled: dict[int, int] = {}
@@ -72,7 +90,7 @@ class State:
 
         found = pytree.tree_map_with_path(pass_on, theirs)
         if loads:
-            self._load(found)
+            self._load(pytree.tree_map(_closed, found, is_leaf=lambda each: isinstance(each, _Opened)))
         elif takes:  # raised after the broadcasts, so that the other ranks complete theirs
             raise InvalidArgument(
                 f"state: its parts are {sorted(mine)} here and {sorted(theirs)} on the members; give the same"
@@ -131,8 +149,63 @@ class _Announced:
     """On the source, where tied weights have the same."""
 
 
-def _announced(leaf: Any) -> Any:
-    return _Announced(leaf.dtype, leaf.shape, leaf.data_ptr()) if isinstance(leaf, torch.Tensor) else leaf
+@dataclass
+class _Opened:
+    """Stands for a tensor that consists of others, such as a quantized one, so that these are sent and received."""
+
+    kind: Any
+    rest: tuple[Any, ...]
+    inner: dict[str, Any]
+
+
+pytree.register_pytree_node(
+    _Opened,
+    lambda opened: ([opened.inner], (opened.kind, opened.rest)),
+    lambda inner, outer: _Opened(*outer, *inner),
+    flatten_with_keys_fn=lambda opened: ([(pytree.GetAttrKey("inner"), opened.inner)], (opened.kind, opened.rest)),
+)
+
+
+def _opened(leaf: Any) -> Any:
+    if not is_traceable_wrapper_subclass(leaf) or _is_dtensor(leaf):
+        return leaf
+    names, context = leaf.__tensor_flatten__()
+    inner = {name: _opened(getattr(leaf, name)) for name in names}
+    return _Opened(type(leaf), (context, leaf.size(), leaf.stride()), inner)
+
+
+def _closed(leaf: Any) -> Any:
+    if not isinstance(leaf, _Opened):
+        return leaf
+    return leaf.kind.__tensor_unflatten__({name: _closed(each) for name, each in leaf.inner.items()}, *leaf.rest)
+
+
+def _announced(path: pytree.KeyPath, leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    _check_there(_named(path), leaf)
+    if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_nested:
+        return leaf  # pickled
+    return _Announced(leaf.dtype, leaf.shape, leaf.data_ptr())
+
+
+def _pickled(tree: Any) -> bytes:
+    try:
+        return pickle.dumps(tree)
+    except Exception:
+        for path, leaf in pytree.tree_leaves_with_path(tree):
+            try:
+                pickle.dumps(leaf)
+            except Exception as error:
+                raise InvalidArgument(
+                    f"state: {_named(path)} is a {type(leaf).__name__}, which cannot be pickled: {error}"
+                ) from None
+        raise
+
+
+def _named(path: pytree.KeyPath) -> str:
+    """As a program would say it: optimizer.state.0.exp_avg."""
+    return ".".join(str(each).strip("[].'") for each in path)
 
 
 def _receive(sent: _Announced, own: Any, source: int, filled: dict[int, int]) -> torch.Tensor:
@@ -179,11 +252,23 @@ def _filled_in(value: Any, own: Any) -> Any:
     return value
 
 
+def _is_dtensor(tensor: Any) -> bool:
+    return type(tensor).__name__ == "DTensor"  # whose module takes long to import
+
+
+def _check_there(name: str, tensor: torch.Tensor) -> None:
+    if tensor.is_meta:
+        raise InvalidArgument(f"state: {name} is on the meta device; give the module memory first, by to_empty()")
+    if _is_dtensor(tensor):
+        raise InvalidArgument(
+            f"state: {name} is a DTensor, of which each rank has a part of its own; give its to_local()"
+        )
+
+
 def _check_writable(name: str, tensor: Any) -> None:
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
         return
-    if tensor.is_meta:
-        raise InvalidArgument(f"state: {name} is on the meta device; give the module memory first, by to_empty()")
+    _check_there(name, tensor)
     end = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride < end:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from bodies.elastic import come, start, wait_for
 from distributed.harness import Rank, Ranks, run
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from ringreduce.elastic.state import PIECE, State
 from ringreduce.errors import InvalidArgument, TooFewRanks
@@ -103,6 +105,59 @@ def test_two_parts_may_share_memory_on_a_joiner_only() -> None:
 def test_parts_in_which_nothing_can_be_received_are_refused(part: Callable[[], Any], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         State({"p": part()})
+
+
+def holds_wrapped(me: Rank) -> list[Any]:
+    """Rank 0's optimizer has states that consist of several tensors, or are not dense. Rank 1's has none, or others."""
+    weight = nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    mine = TwoTensor(torch.full((3,), me.rank + 1.0), TwoTensor(torch.full((3,), me.rank + 3.0), torch.zeros(3)))
+    optimizer.state[weight] = (
+        {"step": 7, "sparse": torch.eye(2).to_sparse(), "m": mine} if me.rank == 0 else {"m": mine}
+    )
+    world = start(me, 2)
+    state = world.state(optimizer=optimizer, wrapped=[mine])
+    world.leave()
+    found = optimizer.state[weight]
+    assert found["sparse"].to_dense().equal(torch.eye(2)) and found["step"] == 7
+    assert all(isinstance(each, TwoTensor) and isinstance(each.b, TwoTensor) for each in (found["m"], *state.wrapped))
+    return [each.tolist() for m in (found["m"], mine) for each in (m.a, m.b.a, m.b.b)]
+
+
+def test_tensors_that_consist_of_others_are_parts_of_a_state() -> None:
+    assert run(holds_wrapped, 2) == [[[1.0] * 3, [3.0] * 3, [0.0] * 3] * 2] * 2
+
+
+def is_refused(me: Rank) -> None:
+    """The state of the members gets what cannot be sent, so rank 1 cannot join. Then rank 2 can."""
+    if me.rank > 0:
+        wait_for(me, f"come {me.rank}")
+    world = start(me, 1)
+    weight = nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    if me.rank == 1:
+        with pytest.raises(InvalidArgument, match=r"optimizer.state.0.\w+ is a .*\(on the member whose state this"):
+            world.state(optimizer=optimizer, step=0)
+        return world.leave()
+    state = world.state(optimizer=optimizer, step=0)
+    optimizer.state[weight]["lock"] = threading.Lock()
+    me.report("begins")
+    while world.epoch < 3:
+        world.attempt(lambda: dist.all_reduce(torch.ones(1)))
+        state.step += 1
+        if world.epoch == 2:
+            optimizer.state[weight].clear()
+            me.report("has lost rank 1")
+    world.leave()
+
+
+def test_what_cannot_be_sent_is_refused_to_the_joiner_alone() -> None:
+    with Ranks(is_refused, 3) as ranks:
+        assert ranks.reports(but=(1, 2)) == ["begins"]
+        come(ranks, 1)
+        assert ranks.reports(but=(1, 2)) == ["has lost rank 1"]
+        come(ranks, 2)
+        ranks.results()
 
 
 def test_views_that_do_not_overlap_are_parts() -> None:
