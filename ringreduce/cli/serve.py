@@ -22,6 +22,7 @@ from ringreduce.cli.terminal import Help, console
 from ringreduce.common import compiled
 from ringreduce.common.bounded import bounded
 from ringreduce.common.failures import CollectiveTimeout, InvalidArgument, RingReduceError, SystemFailure
+from ringreduce.common.launcher import check_alone
 from ringreduce.common.units import address, bytes_text
 
 if TYPE_CHECKING:
@@ -342,6 +343,8 @@ def _place(rank: int | None, size: int | None) -> tuple[int, int]:
                 names = variables
                 rank, size = (_whole(variable) for variable in variables)
                 break
+        else:
+            check_alone("serve", "give each --rank and --size")
     if rank is None and size is not None and size > 1:
         raise InvalidArgument(
             f"--size is {size} and there is no --rank; give each server its own, from 0 to {size - 1}"

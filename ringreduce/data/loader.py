@@ -22,6 +22,7 @@ import numpy as np
 import torch.distributed as dist
 
 from ringreduce.common.failures import InvalidArgument, SampleFailed, SystemFailure
+from ringreduce.common.launcher import check_alone
 from ringreduce.data import supervisor
 from ringreduce.data.batches import Failure, Memory, read
 from ringreduce.data.messages import (
@@ -131,7 +132,9 @@ class Loader(Steps[Any]):
         second call waits on. Raises `SystemFailure` if servers die again and again.
         """
         if rank is None or size is None:
-            ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+            if not (in_group := dist.is_initialized()):
+                check_alone("get", "give rank= and size=, or make the default group first")
+            ranks = (dist.get_rank(), dist.get_world_size()) if in_group else (0, 1)
             rank, size = ranks[0] if rank is None else rank, ranks[1] if size is None else size
         key = self.order.span(step, rank, size)
         with self._lock:

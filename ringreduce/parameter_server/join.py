@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from ringreduce import _C
+from ringreduce.common.launcher import check_alone
 from ringreduce.config import resolve
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost
 from ringreduce.parameter_server import doors, founding
@@ -66,10 +67,11 @@ def join(
 ) -> KeyValue:
     """Joins the parameter server `name`; returns when all servers have let this worker in.
 
-    A plain Python process gets a parameter server of its own. Under torchrun, or with a torch `store`, `rank` and
-    `size`, the ranks found one together: each is a worker and a server with about 1/size of the blocks, and all return
-    when all have come. Other processes join later with the same `store` and `role="worker"`, or with `role="reader"`:
-    nobody waits for a reader (see `KeyValue.follow`).
+    A plain Python process gets a parameter server of its own; one of several that srun or mpiexec has started must say
+    by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT who it is, or by WORLD_SIZE=1 that it is alone. Under torchrun, or
+    with a torch `store`, `rank` and `size`, the ranks found one together: each is a worker and a server with about
+    1/size of the blocks, and all return when all have come. Other processes join later with the same `store` and
+    `role="worker"`, or with `role="reader"`: nobody waits for a reader (see `KeyValue.follow`).
 
     Arguments, besides those:
 
@@ -217,6 +219,7 @@ def _surroundings(store: Any, rank: int | None, size: int | None) -> tuple[Any, 
     if all(variable in os.environ for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
         store, rank, size = next(iter(rendezvous("env://")))
         return store, rank, size
+    check_alone("the parameter server", "set RANK, MASTER_ADDR and MASTER_PORT, too, or give store=, rank= and size=")
     return HashStore(), 0, 1
 
 

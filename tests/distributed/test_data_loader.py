@@ -478,6 +478,14 @@ def test_wrong_arguments(arguments: tuple[Any, ...], message: str) -> None:
     assert not supervisor_processes()
 
 
+def test_one_of_several_processes_does_not_read_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Loader(Rows(10), Order(10, 2)) as loader:
+        monkeypatch.setenv("PMI_SIZE", "2")
+        with pytest.raises(InvalidArgument, match=r"get: PMI_SIZE is 2, .* give rank= and size=, or make the default"):
+            loader.get(0)
+        loader.get(0, 0, 2)
+
+
 def supervisor_processes() -> list[str]:
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return [each for each in children if Path(f"/proc/{each}/comm").read_text().strip() == supervisor.TITLE]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -187,6 +188,31 @@ def test_counts_have_limits() -> None:
         ps.join(fresh, rank=0, size=MOST_SERVERS + 1)
     with pytest.raises(InvalidArgument, match=f"workers is {MOST_WORKERS + 1}; .* 0 to {MOST_WORKERS}"):
         ps.join(fresh, rank=0, size=1, workers=MOST_WORKERS + 1)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (
+            {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"},
+            r"SLURM_NTASKS is 2, .* set RANK=\$SLURM_PROCID WORLD_SIZE=\$SLURM_NTASKS, .* set WORLD_SIZE=1",
+        ),
+        ({"OMPI_COMM_WORLD_SIZE": "3"}, r"OMPI_COMM_WORLD_SIZE is 3, .* set RANK=\$OMPI_COMM_WORLD_RANK"),
+        ({"PMI_SIZE": "2"}, r"PMI_SIZE is 2, .* set RANK=\$PMI_RANK WORLD_SIZE=\$PMI_SIZE"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "WORLD_SIZE is 2, and this process would be alone: set RANK, MASTER_ADDR"),
+        ({"PMI_SIZE": "2", "WORLD_SIZE": "1"}, ""),
+        ({"PMI_SIZE": "1"}, ""),
+        ({"SLURM_NTASKS": "2"}, ""),  # the script of the job
+        ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "1"}, ""),  # a shell by salloc
+    ],
+)
+def test_one_of_several_processes_does_not_train_alone(
+    variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidArgument, match=message) if message else contextlib.nullcontext():
+        ps.join(memory=1 << 20, window=8 << 20).leave()
 
 
 def test_only_a_reader_is_in_the_group_of_readers() -> None:
