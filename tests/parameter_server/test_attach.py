@@ -375,6 +375,66 @@ def test_gradients_that_are_changed_after_backward_are_an_error() -> None:
         optimizer.detach()
 
 
+def test_a_gradient_that_is_written_and_not_changed_is_no_error() -> None:
+    model = nn.Linear(1001, 1)
+    kv, optimizer = attached(model, lr=1.0)
+    with kv:
+        for step in range(4):  # the first step pushes in step(), later ones in backward
+            optimizer.zero_grad()
+            model(torch.ones(2, 1001)).sum().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+            if step % 2:
+                model.weight.grad = model.weight.grad.clone()
+            if step == 3:
+                model.weight.grad[0, 1] += 1  # not among those that are compared first
+                with pytest.raises(InvalidArgument, match="the gradient of 'weight' was changed after backward"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+        optimizer.detach()
+
+
+def test_a_closure_is_called_once() -> None:
+    model, alone = nn.Linear(3, 1), nn.Linear(3, 1)
+    alone.load_state_dict(model.state_dict())
+    kv, optimizer = attached(model, lr=0.1)
+
+    def losses(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = net(ones()).square().sum()
+            loss.backward()
+            return loss
+
+        with torch.no_grad():
+            return [optimizer.step(closure).item() for _ in range(4)]
+
+    with kv:
+        assert losses(model, optimizer) == losses(alone, torch.optim.SGD(alone.parameters(), lr=0.1))
+        optimizer.detach()
+    assert bits(model) == bits(alone)
+
+
+def in_ddp(me: Rank) -> str:
+    """Attaches a model that is wrapped: DDP averages gradients after they were pushed."""
+    model = nn.Linear(3, 1)
+    with me.join(), one_host.join(me) as kv:
+        optimizer = ps.attach(kv, model, torch.optim.SGD(model.parameters(), lr=0.1))
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        with pytest.raises(InvalidArgument) as raised:
+            for _ in range(3):
+                optimizer.zero_grad()
+                wrapped(ones(me.rank + 1)).sum().backward()
+                optimizer.step()
+        optimizer.detach()
+        return str(raised.value)
+
+
+def test_a_model_in_ddp_is_told_so() -> None:
+    for text in run(in_ddp, 2):
+        assert "The model is wrapped in DistributedDataParallel" in text
+
+
 def test_a_gradient_of_an_old_value_is_an_error() -> None:
     model = nn.Linear(3, 1, bias=False)
     kv, optimizer = attached(model, lr=1.0, overlap_forward=True)

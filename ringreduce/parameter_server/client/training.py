@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ringreduce.errors import InvalidArgument
 from ringreduce.parameter_server.arguments import check_mode
@@ -98,6 +99,7 @@ class Attached(torch.optim.Optimizer):
         self._had_gradients = True
         """Whether there were gradients after the last step, which may since have been cleared."""
         self._overlaps = self._irregular = self._accumulates = self._wrong = False
+        self._in_ddp = isinstance(model, DistributedDataParallel)
         names = {parameter: name for name, parameter in model.named_parameters()}
         places = {parameter: place for place, parameter in enumerate(model.parameters())}
         self._trained: dict[nn.Parameter, Trained] = {}
@@ -237,7 +239,7 @@ class Attached(torch.optim.Optimizer):
             self._tell()
             self._push(of, parameter.grad)
         if of.passes == 1 or of.pushed is None:
-            of.computed = Seen(parameter.grad)
+            of.computed = Seen(parameter.grad, values=True)
 
     def _push(self, of: Trained, gradient: Any) -> None:
         value = NOTHING if gradient is None else gradient
@@ -252,6 +254,7 @@ class Attached(torch.optim.Optimizer):
     def _before_model(self, model: nn.Module, _: Any) -> None:
         """Pulls the parameters of modules that are not called themselves: it is not known when these are needed."""
         self._hooks += self._hook_unfrozen()
+        self._in_ddp |= DistributedDataParallel._active_ddp_module is not None
         if not self._cleared and self._had_gradients and all(each.grad is None for each in self._trained):
             self._forget()  # they were cleared by the model's zero_grad, perhaps
         for module, own in self._of_module.items():
@@ -279,15 +282,18 @@ class Attached(torch.optim.Optimizer):
                 "attached optimizer first"
             )
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Pushes every gradient that has not been pushed, and ends the step.
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Calls `closure`, if it is given, pushes every gradient that has not been pushed, and ends the step. Returns
+        what `closure` has returned.
 
         A parameter without a gradient counts as zeros in the average of the workers. If it has none on any worker, it
         and the optimizer's states stay as they are. Raises `InvalidArgument`, which names the parameter, if what has
         been pushed is not its gradient.
         """
+        loss = None
         if closure is not None:
-            raise InvalidArgument("step() of an attached optimizer takes no closure")
+            with torch.enable_grad():
+                loss = closure()
         if hasattr(self, "found_inf"):
             for name in ("found_inf", "grad_scale"):  # which the scaler does not remove after an error
                 self.__dict__.pop(name, None)
@@ -301,8 +307,13 @@ class Attached(torch.optim.Optimizer):
                 each.check()
             self._irregular |= self._begun and self._at_push != self._now()
             self._tell()
-        except InvalidArgument:
+        except InvalidArgument as error:
             self._wrong = True
+            if self._in_ddp:
+                raise InvalidArgument(
+                    f"{error} (The model is wrapped in DistributedDataParallel, which changes gradients and values "
+                    "itself: call the model that was attached, not the wrapper)"
+                ) from None
             raise
         if self._max_norm is not None:
             self._clip(self._max_norm)
@@ -323,6 +334,7 @@ class Attached(torch.optim.Optimizer):
         self._overlaps = not self._irregular and self._max_norm is None
         if not self._overlaps_forward:
             self.pull()
+        return loss
 
     def _check_groups(self) -> None:
         ours, theirs = self.param_groups, self._optimizer.param_groups

@@ -31,19 +31,33 @@ def _state(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor._version, tensor.data_ptr(), sample(tensor)
 
 
+def _values(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Returns what tells whether all elements are the same: the sum of the bytes as integers, which wraps around."""
+    if tensor.layout is not torch.strided:
+        return None
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+    words = flat.numel() // 8 * 8
+    total = (flat.clone() if flat.storage_offset() % 8 else flat)[:words].view(torch.int64).sum()
+    return tensor.shape, tensor.dtype, sample(tensor), total.item(), flat[words:].tolist()
+
+
 class Seen:
     """Remembers a tensor, or that there was none, to notice when it is replaced or changed."""
 
-    def __init__(self, tensor: torch.Tensor | None) -> None:
+    def __init__(self, tensor: torch.Tensor | None, values: bool = False) -> None:
+        """With `values`, a tensor that was written to, or replaced, and has the same values counts as unchanged."""
         self._tensor = None if tensor is None else weakref.ref(tensor)
         self._state = None if tensor is None else _state(tensor)
+        self._values = _values(tensor) if tensor is not None and values else None
 
     def is_still(self, tensor: torch.Tensor | None, whole: bool = True) -> bool:
         """Whether the tensor is the same and unchanged. Without `whole`, its elements are not compared."""
         if tensor is None or self._tensor is None or self._state is None:
             return tensor is None and self._tensor is None
         now = _state(tensor)
-        return self._tensor() is tensor and (now == self._state if whole else now[:2] == self._state[:2])
+        if self._tensor() is tensor and (now == self._state if whole else now[:2] == self._state[:2]):
+            return True
+        return self._values is not None and self._values == _values(tensor)
 
 
 class Hook:
