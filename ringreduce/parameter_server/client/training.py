@@ -282,7 +282,7 @@ class Attached(torch.optim.Optimizer):
                 "attached optimizer first"
             )
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Calls `closure`, if it is given, pushes every gradient that has not been pushed, and ends the step. Returns
         what `closure` has returned.
 
