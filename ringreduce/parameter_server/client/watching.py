@@ -31,14 +31,14 @@ def _state(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor._version, tensor.data_ptr(), sample(tensor)
 
 
-def _values(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """Returns what tells whether all elements are the same: the sum of the bytes as integers, which wraps around."""
+def _total(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Returns what changes with any element: the sum of all bytes as 64-bit integers, which wraps around."""
     if tensor.layout is not torch.strided:
         return None
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
-    words = flat.numel() // 8 * 8
-    total = (flat.clone() if flat.storage_offset() % 8 else flat)[:words].view(torch.int64).sum()
-    return tensor.shape, tensor.dtype, sample(tensor), total.item(), flat[words:].tolist()
+    whole = flat.numel() // 8 * 8
+    words = (flat.clone() if flat.storage_offset() % 8 else flat)[:whole].view(torch.int64)
+    return tensor.shape, tensor.dtype, words.sum().item(), flat[whole:].tolist() if whole < flat.numel() else []
 
 
 class Seen:
@@ -48,7 +48,7 @@ class Seen:
         """With `values`, a tensor that was written to, or replaced, and has the same values counts as unchanged."""
         self._tensor = None if tensor is None else weakref.ref(tensor)
         self._state = None if tensor is None else _state(tensor)
-        self._values = _values(tensor) if tensor is not None and values else None
+        self._total = _total(tensor) if tensor is not None and values else None
 
     def is_still(self, tensor: torch.Tensor | None, whole: bool = True) -> bool:
         """Whether the tensor is the same and unchanged. Without `whole`, its elements are not compared."""
@@ -57,7 +57,7 @@ class Seen:
         now = _state(tensor)
         if self._tensor() is tensor and (now == self._state if whole else now[:2] == self._state[:2]):
             return True
-        return self._values is not None and self._values == _values(tensor)
+        return self._total is not None and now[2] == self._state[2] and self._total == _total(tensor)
 
 
 class Hook:
