@@ -14,8 +14,10 @@ def check_alone(call: str, instead: str) -> None:
     `instead` is what helps, beside the launcher's variables. A process that is to be alone has WORLD_SIZE=1.
     """
     if (world_size := os.environ.get("WORLD_SIZE")) is not None:
+        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        what = f"set {', '.join(missing)}, too, or {instead}" if missing else instead
         if world_size != "1":
-            raise InvalidArgument(f"{call}: WORLD_SIZE is {world_size}, and this process would be alone: {instead}")
+            raise InvalidArgument(f"{call}: WORLD_SIZE is {world_size}, and this process would be alone: {what}")
         return
     for count, size, rank in _launchers():
         if count.isdecimal() and int(count) > 1:

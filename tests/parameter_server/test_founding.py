@@ -199,7 +199,10 @@ def test_counts_have_limits() -> None:
         ),
         ({"OMPI_COMM_WORLD_SIZE": "3"}, r"OMPI_COMM_WORLD_SIZE is 3, .* set RANK=\$OMPI_COMM_WORLD_RANK"),
         ({"PMI_SIZE": "2"}, r"PMI_SIZE is 2, .* set RANK=\$PMI_RANK WORLD_SIZE=\$PMI_SIZE"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "WORLD_SIZE is 2, and this process would be alone: set RANK, MASTER_ADDR"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            "WORLD_SIZE is 2, and this process would be alone: set MASTER_ADDR, MASTER_PORT, too",
+        ),
         ({"PMI_SIZE": "2", "WORLD_SIZE": "1"}, ""),
         ({"PMI_SIZE": "1"}, ""),
         ({"SLURM_NTASKS": "2"}, ""),  # the script of the job
