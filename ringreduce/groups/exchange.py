@@ -40,6 +40,7 @@ from ringreduce.coordination.endpoint import Endpoint, PreparedEndpoint
 from ringreduce.coordination.process import Who, has_ended, identity, process_began
 from ringreduce.coordination.store import Store, value_of
 from ringreduce.coordination.wait import CHECK_BY_RANK, CHECK_PROCESSES, Pauses
+from ringreduce.groups.order import Order
 
 PAUSES = Pauses(1 / 4, 0.0002, 0.05)
 """Between two looks."""
@@ -124,10 +125,12 @@ class Exchange:
         within: str = "",
         processes: Sequence[tuple[str, int]] = (),
         before: Beforehand = NOTHING,
+        order: Order | None = None,
     ) -> None:
         """`ranks`: the global ranks of the group, by which messages call them. `within`: the attempt that has made the
         group whose ranks make this one, as in `new_group`; then nothing under these keys is of another attempt.
-        `processes`: host and pid of each rank, if they are known from that group.
+        `processes`: host and pid of each rank, if they are known from that group. `order`: the group's place among the
+        others that are made within that one.
         """
         self.store, self.rank, self.size, self.before = store, rank, size, before
         self.endpoints = endpoints = before.endpoints
@@ -139,7 +142,7 @@ class Exchange:
         """The id of rank 0, once this rank knows it."""
         self.watched = range(size) if rank == 0 else [0]
         """The ranks without which a wait is in vain: where they are on this machine, their end ends it."""
-        self._within, self._processes = within, processes
+        self._within, self._processes, self._order = within, processes, order
         self._endpoint: Endpoint = {}
         self._known = {rank: Who(*endpoint["who"]) for rank, endpoint in enumerate(endpoints)}
         self._counted_in = bool(endpoints) or rank == 0
@@ -385,6 +388,8 @@ class Exchange:
                     if now > log_at and turn:
                         log_at = now + min(now - began, LOG_AT_LEAST_EVERY)
                         self._log_who_is_missing(missing, now - began)
+                    if self._order and turn and (missing or not self.attempt):
+                        self._order.look(missing or [0])
                 asked = time.monotonic() if turn else asked
                 before = time.monotonic()
         except RingReduceError:

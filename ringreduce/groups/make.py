@@ -50,6 +50,7 @@ from ringreduce.groups.decision import Decision, decide, decide_by_endpoints, de
 from ringreduce.groups.exchange import NOTHING, WHO, Exchange, beforehand, passed
 from ringreduce.groups.lookup import found_in, registered, remember
 from ringreduce.groups.meet import Meeting, agree_on_config, meet
+from ringreduce.groups.order import Order
 from ringreduce.groups.ready import agreed, location_of
 from ringreduce.groups.survivors import (
     Lineage,
@@ -112,7 +113,8 @@ def create(opts: Any, pg_options: Options | None) -> _C.ProcessGroupRing:
     world = found_in(dist.group.WORLD) if of_world and dist.group.WORLD else None
     ranks = of_world or list(range(opts.group_size))
     within = (world, of_world) if world else None
-    with _exchange(opts.store, opts.group_rank, ranks, seconds_of(opts.timeout), within) as exchange:
+    seconds, name = seconds_of(opts.timeout), opts.group_id
+    with _exchange(opts.store, opts.group_rank, ranks, seconds, within, name) as exchange:
         options, _ = resolve(pg_options)
         if "torchrec" in sys.modules:
             _warn_of_torchrec()
@@ -122,7 +124,7 @@ def create(opts: Any, pg_options: Options | None) -> _C.ProcessGroupRing:
             # DDP then takes its gradient buckets from the group's `allocateTensor`. The variable is for all backends of
             # the process, so where NCCL may be one of them it is left to the user.
             os.environ.setdefault("DDP_DISABLE_COMM_MEM", "0")
-        return GroupSpec(exchange, opts.group_id, seconds_of(opts.timeout), options).make()
+        return GroupSpec(exchange, name, seconds, options).make()
 
 
 @functools.cache  # once
@@ -135,19 +137,25 @@ def _warn_of_torchrec() -> None:
 
 @contextlib.contextmanager
 def _exchange(
-    store: Store, rank: int, ranks: list[int], seconds: float, within: tuple[_C.ProcessGroupRing, list[int]] | None
+    store: Store,
+    rank: int,
+    ranks: list[int],
+    seconds: float,
+    within: tuple[_C.ProcessGroupRing, list[int]] | None,
+    name: str,
 ) -> Iterator[Exchange]:
     """This rank's part in making a group. If anything fails, the others are told why, however early that is.
 
     `ranks`: the global ones. `within`: the group whose ranks make this one, and their ranks there.
     """
-    before, attempt, processes = beforehand.get(), "", list[tuple[str, int]]()
+    before, attempt, processes, order = beforehand.get(), "", list[tuple[str, int]](), None
     if within:
         group, wanted = within
         lineage, processes = survivors_of(group).lineage, survivors_of(group).processes(wanted)
         attempt = lineage.attempt
         before = before._replace(ended=lambda: [wanted.index(each) for each in group.ended() if each in wanted])
-    exchange = Exchange(store, rank, len(ranks), seconds, ranks, attempt, processes, before)
+        order = Order(_store_of_all_names(store), attempt, ranks[rank], name, ranks)
+    exchange = Exchange(store, rank, len(ranks), seconds, ranks, attempt, processes, before, order)
     try:
         yield exchange
     except BaseException as error:
@@ -155,6 +163,12 @@ def _exchange(
         raise
     finally:
         exchange.before = NOTHING  # the group may keep the exchange, and some of this holds the group
+
+
+def _store_of_all_names(store: Store) -> Store:
+    while isinstance(store, PrefixStore):  # the names of groups are in prefixes
+        store = store.underlying_store
+    return store
 
 
 def store_of(exchange: Exchange) -> Store:
@@ -419,7 +433,7 @@ def _regroup(
     members, seconds = [global_ranks[r] for r in ranks], seconds_of(timeout)
 
     def make(there: Store, family: Family | None = None) -> _C.ProcessGroupRing:
-        with _exchange(there, ranks.index(rank), members, seconds, (group, ranks)) as exchange:
+        with _exchange(there, ranks.index(rank), members, seconds, (group, ranks), f"{name}/{part}") as exchange:
             return GroupSpec(exchange, f"{name}/{part}", seconds, options, family).make()
 
     if why == "split":

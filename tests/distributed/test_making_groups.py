@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.harness import Rank, Ranks, run
+from distributed.harness import Rank, Ranks, in_threads, run
 
 import ringreduce
 from ringreduce.errors import (
@@ -174,6 +174,55 @@ def groups_of_other_ranks(me: Rank) -> list[float]:
 def test_each_gets_the_group_it_asked_for_or_an_error_that_names_both_lists() -> None:
     sums = [10.0, 3.0 + 7.0 + 10.0, 3.0 + 7.0 + 10.0, 3.0 + 7.0 + 10.0]
     assert run(groups_of_other_ranks, 4) == [[value] * 3 for value in sums]
+
+
+def groups_in_other_orders(me: Rank) -> tuple[list[tuple[str, int]], float]:
+    """Odd ranks make their groups in another order. With two threads each they come together all the same; returns
+    the errors of those with one thread, numbered and by local synchronization, and a sum over the threads' groups."""
+    made: dict[int, Any] = {}
+
+    def by_thread(ranks: list[int], pause: float) -> None:
+        time.sleep(pause)
+        made[len(ranks)] = dist.new_group(ranks, use_local_synchronization=True)
+
+    def in_order(*lists: list[int], local: bool = False) -> None:
+        for ranks in lists[:: -1 if me.rank % 2 else 1]:
+            dist.new_group(ranks, use_local_synchronization=local)
+
+    with me.join(timeout=300.0):
+        if me.rank < 3:
+            first, second = (1.5, 0.0) if me.rank % 2 else (0.0, 1.5)
+            in_threads([lambda: by_thread([0, 1], first), lambda: by_thread([0, 1, 2], second)])
+        value = torch.full((3,), float(me.rank + 1))
+        for size in sorted(made):
+            if made[size] is not None:
+                dist.all_reduce(value, group=made[size])
+
+        found = [fails(CollectiveMismatch, lambda: in_order([0, 1], [2, 3]))[:2]]
+        if me.rank < 2:
+            found.append(fails(CollectiveMismatch, lambda: in_order([0, 1], [0, 1, 2], local=True))[:2])
+        me.meet("all have failed")
+        if me.rank in (0, 3):  # in their first group, and the others in their second
+            dist.new_group([1, 2])
+        time.sleep(1.5 if me.rank == 3 else 0.0)  # rank 2 waits for it, and rank 0 for rank 2, as they should
+        for ranks in ([2, 3], [0, 2]):
+            if (group := dist.new_group(ranks)) is not dist.GroupMember.NON_GROUP_MEMBER:
+                dist.barrier(group)
+        return found, float(value[0])
+
+
+def test_ranks_that_make_their_groups_in_other_orders_do_not_wait_for_each_other() -> None:
+    """The timeout is longer than a test may take."""
+    found = run(groups_in_other_orders, 4)
+    assert [value for _, value in found] == [9.0, 9.0, 9.0, 4.0]
+    for rank, ([(text, culprit), *_], _) in enumerate(found):
+        assert culprit == 1 - rank % 2
+        both = sorted((rank, rank ^ 1))
+        for number in (1, 2):
+            assert f"makes a group of the ranks {both} as number {number}" in text, text
+        assert all(f"rank {each} (" in text for each in both)
+    for errors, _ in found[:2]:
+        assert "ranks [0, 1]" in errors[1][0] and "ranks [0, 1, 2]" in errors[1][0]
 
 
 def has_a_wrong_variable(me: Rank) -> tuple[str, int]:
