@@ -5,13 +5,16 @@ from __future__ import annotations
 import errno
 import functools
 import os
+import secrets
 import select
 import socket
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import NamedTuple
 
 from ringreduce.common.failures import SystemFailure
+from ringreduce.common.files import text_of
 
 
 class Who(NamedTuple):
@@ -22,40 +25,66 @@ class Who(NamedTuple):
     pids: str
     """Processes for which it is equal have the same numbers for processes."""
     began: int
-    """When the kernel started the process. Once it has ended, its number may go to a process that began later."""
+    """When the kernel started the process. Once it has ended, its number may go to a process that began later. 0: the
+    kernel does not say."""
+    clock: str = ""
+    """Processes for which it is equal see the same `began` of a process: it is in the time namespace of who looks."""
 
 
 @functools.cache
 def identity() -> Who:
     """This process's."""
-    return Who(socket.gethostname(), os.getpid(), _pid_namespace(), _began(os.getpid()))
+    try:
+        began = _began(os.getpid())
+    except OSError:
+        began = 0
+    return Who(socket.gethostname(), os.getpid(), _pid_namespace(), began, _namespace("time"))
 
 
 @functools.cache
 def process_began() -> float:
     """When this process was started, in seconds of `time.time()`."""
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - identity().began / os.sysconf("SC_CLK_TCK")
-    return time.time() - age
+    if not (began := identity().began):
+        return _imported
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - began / os.sysconf("SC_CLK_TCK"))
 
 
+_imported = time.time()
 os.register_at_fork(after_in_child=identity.cache_clear)
 os.register_at_fork(after_in_child=process_began.cache_clear)
 
 
+def boot_id() -> str:
+    """The kernel's; "": it tells none, as gVisor's does not."""
+    return text_of(Path("/proc/sys/kernel/random/boot_id"))
+
+
 @functools.cache
 def kernel() -> str:
-    """Equal for processes of one machine, until it is started anew."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()
+    """Equal for processes of one machine, until it is started anew. Without a boot id it is the host's name, which
+    several may have: those who then share memory prove by a Unix socket that they can."""
+    return boot_id() or socket.gethostname()
 
 
 def local_network() -> str:
     """Equal for processes of one kernel and network namespace: they reach each other's abstract Unix sockets."""
-    return f"{kernel()}/{os.stat('/proc/self/ns/net').st_ino}"
+    return f"{kernel()}/{_namespace('net')}"
 
 
 def _pid_namespace() -> str:
-    return f"{kernel()[:13]}/{os.stat('/proc/self/ns/pid').st_ino}"
+    kernels, space = boot_id(), _namespace("pid")
+    if not (kernels and space):  # processes that cannot be told from those of another host are not to be seen
+        return secrets.token_hex(8)
+    return f"{kernels[:13]}/{space}"
+
+
+def _namespace(kind: str) -> str:
+    """The namespace that this thread is in; "": nobody knows. The process's is not to be seen once its main thread has
+    ended."""
+    try:
+        return str(os.stat(f"/proc/thread-self/ns/{kind}").st_ino)
+    except OSError:
+        return ""
 
 
 def _began(pid: int) -> int:
@@ -74,7 +103,7 @@ def open_process(who: Who) -> int:
         raise OSError(f"process {who.pid} of {who.host} is in another PID namespace")
     pidfd = os.pidfd_open(who.pid)
     try:
-        began = _began(who.pid)
+        began = _began(who.pid) if who.clock == identity().clock else who.began
     except OSError:  # it has just ended, which the descriptor shows, or /proc hides it from this user
         began = who.began
     if began != who.began:

@@ -24,7 +24,7 @@ from ringreduce.common.failures import RingReduceError, SystemFailure, TopologyE
 from ringreduce.common.files import text_of
 from ringreduce.common.units import bytes_text
 from ringreduce.config import resolve
-from ringreduce.coordination.process import own_pidfd
+from ringreduce.coordination.process import boot_id, own_pidfd
 from ringreduce.gpu import kernels, nccl
 from ringreduce.gpu.nvcc import find_nvcc
 from ringreduce.network.interfaces import local_interfaces, speed_of
@@ -122,6 +122,8 @@ class Facts:
     open_files: int | None
     huge_pages: str
     """The kernel's choice for shared memory: always, within_size, advise, never, ...; "" if it does not say."""
+    boot_id: bool = True
+    """Whether the kernel has an identity."""
     topo_file: str = ""
     """What RINGREDUCE_TOPO_FILE is."""
     topo_error: str = ""
@@ -381,6 +383,16 @@ def _network(facts: Facts) -> Judged:
     return "ok", what, ""
 
 
+@_about(
+    "host's identity", "ranks with one are on one host; if a process has ended, the others see it by its number there"
+)
+def _identity(facts: Facts) -> Judged | None:
+    if facts.boot_id:
+        return None
+    fix = "if other hosts have its name, set RINGREDUCE_HOST_ID to a text of its own on each"
+    return "limited", "no boot id in /proc/sys/kernel/random: the host's name stands for it", fix
+
+
 @_about("locked memory", "RDMA and GPUs reach only memory that is locked; ranks on CPUs lock none")
 def _memlock(facts: Facts) -> Judged:
     needed = bool(facts.graph.gpus) or any(nic.name.startswith("mlx") for nic in facts.graph.of_kind(NodeKind.NIC))
@@ -449,6 +461,7 @@ def look(sysfs: Path = Path("/sys"), proc: Path = Path("/proc")) -> Facts:
         memlock=_limit(resource.RLIMIT_MEMLOCK),
         open_files=_limit(resource.RLIMIT_NOFILE),
         huge_pages=_chosen(text_of(sysfs / "kernel/mm/transparent_hugepage/shmem_enabled")),
+        boot_id=bool(boot_id()),
         topo_file=topo_file,
         topo_error=topo_error,
     )

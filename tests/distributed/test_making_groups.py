@@ -18,6 +18,7 @@ import torch.distributed as dist
 from distributed.harness import Rank, Ranks, in_threads, run
 
 import ringreduce
+from ringreduce.coordination import process
 from ringreduce.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -245,6 +246,39 @@ def test_the_others_hear_of_a_rank_that_fails_before_it_meets_them() -> None:
     found = run(has_a_wrong_variable, SIZE)
     assert all("RINGREDUCE_SLICES" in text and "many" in text for text, _ in found)
     assert {culprit for rank, (_, culprit) in enumerate(found) if rank != 1} == {1}
+
+
+def without_proc(me: Rank, files: list[str], options: ringreduce.Options) -> tuple[str, str, list[int]]:
+    """Rank 2 dies before the second group. Returns what the ranks share."""
+
+    def unreadable(*_: Any) -> Any:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    if "boot_id" in files:
+        process.boot_id = lambda: ""  # type: ignore[assignment]
+    if "stat" in files:
+        process._began = unreadable
+    if "ns" in files:
+        process._namespace = lambda kind: ""  # type: ignore[assignment]
+    for kept in (process.identity, process.kernel, process.process_began):
+        kept.cache_clear()
+    with me.join(timeout=300.0, options=options):
+        value = torch.full((3,), float(me.rank))
+        dist.all_reduce(value)
+        stats = ringreduce.stats()["0"]
+        if me.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        fails(PeerLost, dist.new_group)
+    return process.kernel(), str(len(stats.links)), value.tolist()
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("files", [["boot_id"], ["boot_id", "ns", "stat"]], ids=["no boot id", "no proc"])
+def test_ranks_meet_where_proc_says_little(files: list[str], transport: str) -> None:
+    """Under gVisor there is no boot id. A death is seen all the same once the ranks have met."""
+    with Ranks(without_proc, SIZE, files, ringreduce.Options(transport=transport)) as ranks:
+        links = "2" if transport == "tcp" else "0"
+        assert ranks.results(but=(2,)) == [(socket.gethostname(), links, [3.0] * 3)] * 2
 
 
 def cannot_map(me: Rank, victim: int, room: int, options: ringreduce.Options) -> tuple[str, int]:

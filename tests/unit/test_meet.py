@@ -10,6 +10,8 @@ import errno
 import json
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +24,7 @@ from torch.distributed import HashStore
 
 from ringreduce.coordination import watch
 from ringreduce.coordination.endpoint import Address, Location, PreparedEndpoint
-from ringreduce.coordination.process import has_ended, identity, open_process, own_pidfd
+from ringreduce.coordination.process import has_ended, identity, local_network, open_process, own_pidfd
 from ringreduce.coordination.protocol import Member, View
 from ringreduce.coordination.store import Bounded
 from ringreduce.errors import (
@@ -381,6 +383,27 @@ def test_arenas_are_handed_to_the_ranks_of_the_host(refusals: int, monkeypatch: 
             os.close(fd)
 
 
+WITHOUT_MAIN_THREAD = """
+import ctypes, os, threading, time
+
+def work():
+    while os.path.exists("/proc/self/ns/net"):
+        time.sleep(0.01)
+    from ringreduce.coordination.process import identity, has_ended, local_network
+    print(local_network(), has_ended(identity()), flush=True)
+    os._exit(0)
+
+threading.Thread(target=work).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def test_a_process_whose_main_thread_has_ended_is_where_it_was() -> None:
+    """As of a host program that embeds Python."""
+    command = [sys.executable, "-c", WITHOUT_MAIN_THREAD]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == f"{local_network()} False\n"
+
+
 def test_a_process_that_has_the_number_of_one_that_has_ended() -> None:
     me = identity()
     earlier = me._replace(began=me.began - 1)
@@ -389,6 +412,7 @@ def test_a_process_that_has_the_number_of_one_that_has_ended() -> None:
     with pytest.raises(ProcessLookupError, match="another one has its number"):
         open_process(earlier)
     assert os.listdir("/proc/self/fd") == before
+    assert not has_ended(earlier._replace(clock="another time namespace's"))  # which reads another beginning
     address = Address(earlier, None, None, {}).dump()
     looks = watch.Watch(View(0, (Member("it", address),)), "me", Bounded(HashStore()), 1.0)
     assert looks.ended() == ["it"]
