@@ -52,8 +52,8 @@ class Filter:
 
     "eth,ib": whose names begin so. "=eth0": exactly this one. "^docker,lo": a list that begins with ^ says what to
     leave out. "10.1.0.0/16": addresses of that network. A leading =, ^ or ^= holds for the whole list, and later
-    entries may have their own: "eth,^eth3". What is down is left out; so is, unless it is named, loopback where there
-    is anything else, and a bridge to containers.
+    entries may have their own: "eth,^eth3". What is down is left out; so is, unless it is named, a bridge to
+    containers, and loopback unless it alone has an address that is routed to.
     """
 
     text: str = ""
@@ -97,8 +97,9 @@ class Filter:
             chosen.sort(key=lambda interface: min(i for i, e in enumerate(self.wanted) if e.some_fit(interface)))
         else:
             usual = [i for i in chosen if not i.loopback and not i.name.startswith(BRIDGES)]
-            usual = [i for i in usual if not all(a.ip.is_link_local for a in i.addresses)] or usual
-            chosen = usual or [i for i in chosen if i.loopback]
+            loopback = [i for i in chosen if i.loopback]
+            # A host that is routed to by BGP may have its address on lo, and only link-local ones on its cables.
+            chosen = next(filter(None, (_routable(usual), _routable(loopback), usual, loopback)), [])
         if not chosen:
             what = f"{VARIABLE}={self.text!r} leaves no interface" if self.text else "no interface can be used"
             raise InvalidArgument(f"{what}; there are {'; '.join(map(str, there)) or 'none'}")
@@ -141,9 +142,14 @@ def _network(text: str) -> IPNetwork | None:
         return None
 
 
+def _routable(interfaces: list[Interface]) -> list[Interface]:
+    """Those with an address that means something beyond this host and its cables."""
+    return [one for one in interfaces if not all(a.ip.is_link_local or a.ip.is_loopback for a in one.addresses)]
+
+
 def _reachable(addresses: tuple[IPInterface, ...]) -> tuple[IPInterface, ...]:
-    """Without those that only mean something on their own cable, if there are others."""
-    return tuple(a for a in addresses if not a.ip.is_link_local) or addresses
+    """Without those that only mean something on this host or on their own cable, if there are others."""
+    return tuple(a for a in addresses if not (a.ip.is_link_local or a.ip.is_loopback)) or addresses
 
 
 NET = Path("/sys/class/net")

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ringreduce.network.interfaces import Interface, local_interfaces
+from ringreduce.network.interfaces import Interface, IPInterface, local_interfaces
 from ringreduce.network.sockets import Address, host_and_port, sockaddr
 
 Rail = tuple[str, str]
@@ -39,7 +39,7 @@ def paths_to(addresses: Sequence[Address], interfaces: Sequence[Interface], name
             (interface, here)
             for interface in interfaces
             for here in interface.addresses
-            if here.version == there.ip.version and here.ip.is_link_local == there.ip.ip.is_link_local
+            if _scope(here) == _scope(there.ip)
         ]
         near = [(interface, here) for interface, here in alike if here.network == there.ip.network]
         if not near and not named and alike:
@@ -50,6 +50,11 @@ def paths_to(addresses: Sequence[Address], interfaces: Sequence[Interface], name
             source, target = sockaddr(here, 0, interface.index), sockaddr(there.ip, there.port, interface.index)
             paths.append(Path((interface.name, there.interface), source, target))
     return paths
+
+
+def _scope(address: IPInterface) -> tuple[int, bool, bool]:
+    """Equal for addresses of which one may reach the other."""
+    return address.version, address.ip.is_link_local, address.ip.is_loopback
 
 
 def rails_to(addresses: Sequence[Address], interfaces: Sequence[Interface], named: bool) -> list[Rail]:

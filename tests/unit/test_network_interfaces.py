@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from ringreduce.errors import InvalidArgument
 from ringreduce.network.interfaces import Filter, Interface, local_interfaces
+from ringreduce.network.paths import paths_to
+from ringreduce.network.sockets import Address
 
 
 def interface(name: str, *addresses: str, up: bool = True) -> Interface:
@@ -99,10 +101,21 @@ def test_addresses_of_filters(text: str, names: str, addresses: str) -> None:
 def test_what_is_taken_when_nothing_better_is_there() -> None:
     assert [one.name for one in Filter.parse("").choose([LO, interface("docker0", "172.17.0.1/16")])] == ["lo"]
     assert [one.name for one in Filter.parse("").choose([LO, interface("veth1", "fe80::2/64")])] == ["veth1"]
+    routed = interface("lo", "127.0.0.1/8", "10.9.0.1/32", "::1/128", "fd00::9/128")  # by BGP to the host
+    for text, there in [("", []), ("", [interface("veth1", "fe80::2/64")]), ("=lo", HOST[1:]), ("", HOST[-5:])]:
+        (one,) = Filter.parse(text).choose([routed, *there])
+        assert (one.name, *map(str, one.addresses)) == ("lo", "10.9.0.1/32", "fd00::9/128")
+    assert "lo" not in [one.name for one in Filter.parse("").choose([routed, HOST[1]])]
     with pytest.raises(InvalidArgument, match=r"no interface can be used; there are eth2 .*down"):
         Filter.parse("").choose([interface("eth2", "10.0.0.1/8", up=False)])
     with pytest.raises(InvalidArgument, match="there are none"):
         Filter.parse("eth").choose([])
+
+
+def test_a_source_is_of_a_scope_that_reaches_the_target() -> None:
+    cable, routed = interface("lan0", "fe80::1/64"), interface("dummy0", "10.9.0.1/32")
+    paths = paths_to([Address("lo", "10.9.0.2/32", 4711)], [LO, cable, routed], named=True)
+    assert [(path.rail, path.source) for path in paths] == [(("dummy0", "lo"), ("10.9.0.1", 0))]
 
 
 @pytest.mark.parametrize("text", ["eth,,ib", "^", "=", ",", "eth,^="])
