@@ -17,6 +17,7 @@ from ringreduce import plan, tuning
 from ringreduce.cli.terminal import Help, console, put, say, table
 from ringreduce.common import compiled
 from ringreduce.common.failures import SystemFailure
+from ringreduce.common.system import own_cores
 from ringreduce.common.units import bytes_text, time_text
 from ringreduce.config import OTHER_VARIABLES, PREFIX, Options, fetch_from, resolve, slicing_for, slot_bytes_for
 from ringreduce.gpu import kernels, nccl
@@ -75,7 +76,7 @@ def _document(options: Options, origins: dict[str, str]) -> dict[str, Any]:
     knobs = {knob.name: {"value": getattr(options, knob.name), "from": origins[knob.name]} for knob in fields(Options)}
     document = {"versions": _versions(), "options": knobs, "tuning": None}
     if not compiled.why_not() and options.tuning != "off":
-        known, origin = tuning.current(options.tuning, cores())
+        known, origin = tuning.current(options.tuning, own_cores())
         document["tuning"] = {"from": origin, **asdict(known)}
     return document
 
@@ -123,8 +124,12 @@ def _machine(console: Console, options: Options, origins: dict[str, str], ranks:
     if options.tuning == "off":
         console.print("tuning: off, the built-in rules decide")
     else:
-        known, origin = tuning.current(options.tuning, cores())
-        here = "" if known.identity == tuning.identify(cores()) else f", made on another machine ({known.identity.cpu})"
+        known, origin = tuning.current(options.tuning, own_cores())
+        here = (
+            ""
+            if known.identity == tuning.identify(own_cores())
+            else f", made on another machine ({known.identity.cpu})"
+        )
         console.print(f"tuning: {origin}, probed {known.probed}{here}", highlight=False, soft_wrap=True)
         console.print(_figures(known.machine))
     for size in ranks:
@@ -175,7 +180,7 @@ def _figures(machine: Machine) -> Table:
 def _choices(size: int, options: Options, fetch: bool, known: Tuning | None) -> Table:
     """What a group of so many ranks would run; times for the smallest compared block of each range."""
     slicing = slicing_for(options, slot_bytes_for(size, options), fetch)
-    least_fetch = fetch_from(options, size, cores(), fetch)
+    least_fetch = fetch_from(options, size, own_cores(), fetch)
     decided = () if known is None else tuning.rules_for(known, size, slicing, least_fetch)
     measured = {} if known is None or size not in known.measured else known.measured[size].cells
     date = f", measured {known.measured[size].date}" if known is not None and measured else ""
@@ -230,7 +235,3 @@ def group_size(text: str) -> int:
     if not text.isdecimal() or not 2 <= int(text) <= 256:
         raise argparse.ArgumentTypeError(f"{text!r} ranks; a group to look at has 2 to 256")
     return int(text)
-
-
-def cores() -> frozenset[int]:
-    return frozenset(os.sched_getaffinity(0))

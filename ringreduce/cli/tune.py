@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from ringreduce import plan, tuning
 from ringreduce.cli.arguments import seconds
-from ringreduce.cli.info import cores, group_size
+from ringreduce.cli.info import group_size
 from ringreduce.cli.terminal import Help, complain, console, progress, put, say, table
 from ringreduce.common import compiled
 from ringreduce.common.failures import RingReduceError
+from ringreduce.common.system import own_cores
 from ringreduce.common.units import bytes_text, time_text
 from ringreduce.config import PREFIX, Options, fetch_from, resolve
 from ringreduce.plan import BUILDERS
@@ -72,14 +73,14 @@ def _tune(
     if options.tuning == "off":
         raise RingReduceError(f"{PREFIX}TUNING is 'off': no group would use what is measured; unset it")
     end = time.monotonic() + budget
-    path, known = tuning.renew(options.tuning, cores())
+    path, known = tuning.renew(options.tuning, own_cores())
     if not as_json:
         say(console, f"probed the machine; {path} keeps what is found")
     left_out = total = 0
     documents = []
     for number, size in enumerate(ranks):
         slicing = measure.slicing_of(size)
-        least_fetch = fetch_from(options, size, cores(), tuning.fetches(options))
+        least_fetch = fetch_from(options, size, own_cores(), tuning.fetches(options))
         model = plan.table(size, decided=by_cost(size, known.machine, slicing, fetch_from=least_fetch))
         work = list(measure.tasks(size, collectives, model, slicing))
         with progress(console) as bars:

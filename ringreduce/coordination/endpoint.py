@@ -13,13 +13,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 import secrets
 import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringreduce.common.failures import InvalidArgument, SystemFailure
+from ringreduce.common.system import own_cores
 from ringreduce.coordination.process import Who, has_ended, identity, local_network
 from ringreduce.network.secret import group_secret
 
@@ -91,7 +91,7 @@ class PreparedEndpoint:
             "machine": machine(location, self.nonce.hex()),
             "config": config,
             "label": location.host_id or socket.gethostname(),
-            "cores": sorted(os.sched_getaffinity(0)),
+            "cores": sorted(own_cores()),
             "memory": memory.key if memory else None,
             "socket": [self.listener.getsockname().hex(), self.nonce.hex()],
             "secret": secrets.token_hex(32),  # rank 0's is the group's

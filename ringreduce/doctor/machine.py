@@ -22,6 +22,7 @@ from ringreduce import tuning
 from ringreduce.common import compiled
 from ringreduce.common.failures import RingReduceError, SystemFailure, TopologyError
 from ringreduce.common.files import text_of
+from ringreduce.common.system import own_cores, refused_calls
 from ringreduce.common.units import bytes_text
 from ringreduce.config import resolve
 from ringreduce.coordination.process import boot_id, own_pidfd
@@ -122,6 +123,8 @@ class Facts:
     open_files: int | None
     huge_pages: str
     """The kernel's choice for shared memory: always, within_size, advise, never, ...; "" if it does not say."""
+    refused: tuple[str, ...] = ()
+    """The system calls that groups need and this process may not make."""
     boot_id: bool = True
     """Whether the kernel has an identity."""
     topo_file: str = ""
@@ -383,6 +386,12 @@ def _network(facts: Facts) -> Judged:
     return "ok", what, ""
 
 
+@_about("system calls", "groups need some that containers' and services' seccomp filters may refuse")
+def _system_calls(facts: Facts) -> Judged | None:
+    refused = ", ".join(facts.refused)
+    return ("missing", f"refused: {refused}", f"let the seccomp filter allow {refused}") if refused else None
+
+
 @_about(
     "host's identity", "ranks with one are on one host; if a process has ended, the others see it by its number there"
 )
@@ -437,7 +446,7 @@ def look(sysfs: Path = Path("/sys"), proc: Path = Path("/proc")) -> Facts:
         topo_error = str(error)
     missing = compiled.why_not()
     driver, cuda_problem, gpus = (None, missing, ()) if missing else _look_at_gpus()
-    cores = len(os.sched_getaffinity(0))
+    cores = len(own_cores())
     return Facts(
         graph=probe(memory=tuning.measured_memory()),
         **_look_at_torch(missing),
@@ -461,6 +470,7 @@ def look(sysfs: Path = Path("/sys"), proc: Path = Path("/proc")) -> Facts:
         memlock=_limit(resource.RLIMIT_MEMLOCK),
         open_files=_limit(resource.RLIMIT_NOFILE),
         huge_pages=_chosen(text_of(sysfs / "kernel/mm/transparent_hugepage/shmem_enabled")),
+        refused=tuple(refused_calls()),
         boot_id=bool(boot_id()),
         topo_file=topo_file,
         topo_error=topo_error,

@@ -14,6 +14,7 @@ import resource
 from typing import NamedTuple
 
 from ringreduce import _C
+from ringreduce.common.system import refused_calls
 from ringreduce.config import Options, resolve
 from ringreduce.errors import InvalidArgument, SystemFailure
 
@@ -113,6 +114,7 @@ def _affordable() -> int:
 def _warn_without_arena(why: str) -> None:
     log.warning(
         "this process has no arena: %s. Tensors of ringreduce.empty and share_allocations are ordinary ones here. "
-        "Raise `ulimit -v` and `ulimit -f`, or set RINGREDUCE_ARENA_BYTES=0 to go without",
+        "%s, or set RINGREDUCE_ARENA_BYTES=0 to go without",
         why,
+        "Let seccomp allow memfd_create" if "memfd_create" in refused_calls() else "Raise `ulimit -v` and `ulimit -f`",
     )

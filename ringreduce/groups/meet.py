@@ -42,6 +42,7 @@ from ringreduce.common.failures import (
     SystemFailure,
     TopologyError,
 )
+from ringreduce.common.system import explained
 from ringreduce.coordination.endpoint import NONCE, Config, Endpoint, Location, PreparedEndpoint, door_at
 from ringreduce.coordination.process import own_pidfd
 from ringreduce.groups.exchange import LEST, WHO, Exchange, passed
@@ -167,7 +168,7 @@ def meet(
                 close_all([memfd, *(fd for member in members for fd in member.descriptors())])
                 raise
     except OSError as error:  # no descriptors are left, say
-        failed = SystemFailure(f"making the group: {error}", rank)
+        failed = SystemFailure(f"making the group: {explained(error)}", rank)
         exchange.give_up(failed)
         raise failed from None
     except BaseException as error:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ringreduce.common.files import text_of
+from ringreduce.common.system import own_cores
 from ringreduce.common.units import numbers
 from ringreduce.topology.classes import between_cpus
 from ringreduce.topology.graph import Link, LinkGraph, LinkKind, Node, NodeKind, both_directions, merged
@@ -167,8 +168,7 @@ def this_system(memory: float | None = None) -> System:
         import pynvml
     except ImportError:
         pynvml = None
-    cores = frozenset(os.sched_getaffinity(0))
-    return System(nvml=pynvml, environ=os.environ, cores=cores, memory=memory)
+    return System(nvml=pynvml, environ=os.environ, cores=own_cores(), memory=memory)
 
 
 # Looking.  Nothing here raises: NVML is asked through _ask, files are read through text_of.

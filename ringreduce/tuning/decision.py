@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ringreduce import plan
 from ringreduce.common.files import text_of
+from ringreduce.common.system import own_cores
 from ringreduce.config import (
     MOST_FETCH,
     MOST_FETCH_SLOW_KERNEL,
@@ -159,7 +160,7 @@ def measured_memory() -> float | None:
     """`memory_gbps` of the cores that this process may use; None where tuning is off, or nothing can be measured."""
     try:
         where = resolve(None)[0].tuning
-        return None if where == "off" else memory_gbps(where, frozenset(os.sched_getaffinity(0)))
+        return None if where == "off" else memory_gbps(where, own_cores())
     except Exception as error:  # whatever it is: there is an assumption instead
         log.info("cannot tell how fast the memory is: %s", error)
         return None

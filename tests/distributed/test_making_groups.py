@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import gc
 import os
+import platform
 import resource
 import signal
 import socket
+import struct
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -279,6 +283,42 @@ def test_ranks_meet_where_proc_says_little(files: list[str], transport: str) -> 
     with Ranks(without_proc, SIZE, files, ringreduce.Options(transport=transport)) as ranks:
         links = "2" if transport == "tcp" else "0"
         assert ranks.results(but=(2,)) == [(socket.gethostname(), links, [3.0] * 3)] * 2
+
+
+def is_refused(me: Rank, name: str) -> str:
+    """The kernel's filter for rank 1 refuses a system call of this number."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if me.rank == 1:
+        refuse = (
+            (0x20, 0, 0, 0),
+            (0x15, 0, 1, REFUSED[name]),
+            (0x06, 0, 0, 0x50000 | errno.EPERM),
+            (0x06, 0, 0, 0x7FFF0000),
+        )
+        program = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in refuse))
+        line = ctypes.create_string_buffer(struct.pack("@HP", len(refuse), ctypes.addressof(program)))
+        assert libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == libc.prctl(PR_SET_SECCOMP, 2, line, 0, 0) == 0
+
+    def join() -> None:
+        with me.join(timeout=300.0, options=ringreduce.Options(transport="tcp")):
+            dist.barrier()
+
+    if name == "sched_getaffinity":  # all cores are taken then
+        join()
+        return ""
+    return fails(SystemFailure if me.rank == 1 else PeerLost, join)[0]
+
+
+PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP = 38, 22
+REFUSED = {"memfd_create": 319, "ioctl": 16, "sched_getaffinity": 204}
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers of system calls are those of x86-64")
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_system_call_that_a_filter_refuses_is_named(name: str) -> None:
+    said = f"{name}: Operation not permitted; let the container's or service's seccomp filter allow {name}"
+    for text in run(is_refused, 2, name):
+        assert said in text or name == "sched_getaffinity", text
 
 
 def cannot_map(me: Rank, victim: int, room: int, options: ringreduce.Options) -> tuple[str, int]:

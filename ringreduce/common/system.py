@@ -1,0 +1,55 @@
+"""System calls that containers and services may refuse to a process, by seccomp filters and the like."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Callable
+
+_REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EAFNOSUPPORT)
+
+
+def own_cores() -> frozenset[int]:
+    """The cores that this thread may use; all, if the kernel does not say."""
+    try:
+        return frozenset(os.sched_getaffinity(0))
+    except OSError:
+        return frozenset(range(os.cpu_count() or 1))
+
+
+def _ioctl() -> None:
+    with socket.socket(socket.AF_UNIX) as one:
+        one.settimeout(0.0)  # by ioctl, as all timeouts of Python's sockets
+
+
+def _netlink() -> None:
+    socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE).close()
+
+
+_NEEDED: dict[str, Callable[[], None]] = {
+    "memfd_create": lambda: os.close(os.memfd_create("ringreduce tries it", os.MFD_CLOEXEC)),
+    "pidfd_open": lambda: os.close(os.pidfd_open(os.getpid())),
+    "ioctl": _ioctl,
+    "socket(AF_NETLINK)": _netlink,
+}
+
+
+def refused_calls() -> list[str]:
+    """The system calls that groups need and this process may not make."""
+    refused = []
+    for name, attempt in _NEEDED.items():
+        try:
+            attempt()
+        except OSError as error:
+            if error.errno in _REFUSED:
+                refused.append(name)
+    return refused
+
+
+def explained(error: OSError) -> str:
+    """What to say of an error: where the process is refused system calls, which they are, and what to do."""
+    refused = ", ".join(refused_calls()) if error.errno in _REFUSED else ""
+    if not refused:
+        return str(error)
+    return f"{refused}: {error.strerror}; let the container's or service's seccomp filter allow {refused}"
