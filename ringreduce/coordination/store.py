@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
-from ringreduce.common.failures import CollectiveTimeout
+from ringreduce.common.failures import CollectiveTimeout, InvalidArgument
 from ringreduce.coordination.wait import Pauses, wait_for
 
 Answer = TypeVar("Answer")
@@ -30,6 +30,10 @@ NOTHING = "ringreduce: nothing is here"
 """No value equals it. `value_of` compares with it, since a store without a value answers with the expected text."""
 PARTS = 10
 """The time is waited for in so many parts. If this process is suspended meanwhile, that uses up one part at most."""
+
+
+METHODS = ("set", "get", "add", "check")
+"""Of `Store`."""
 
 
 class Store(Protocol):
@@ -83,10 +87,33 @@ def value_of(store: Any, key: str) -> bytes | None:
     """The value under a key in a store; None: none. One round trip, where `check` and `get` take three."""
     if hasattr(store, "value"):
         return cast("bytes | None", store.value(key))
-    if not hasattr(store, "compare_set"):
+    if lacks(store, "compare_set"):
         return cast(Store, store).get(key) if store.check([key]) else None
     found = bytes(store.compare_set(key, NOTHING, NOTHING))  # changes nothing, since no value is NOTHING
     return None if found == NOTHING.encode() else found
+
+
+def without_prefixes(store: Any) -> Any:
+    """What is below torch's `PrefixStore`s."""
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    return store
+
+
+def lacks(store: Any, method: str) -> bool:
+    """Whether a store has no such method. One written in Python inherits torch's, which only raise."""
+    store = without_prefixes(store)
+    found = next((kind for kind in type(store).__mro__ if method in vars(kind)), None)
+    if found is None:
+        return not hasattr(store, method)
+    return found.__module__.startswith("torch.") and not type(store).__module__.startswith("torch.")
+
+
+def require(store: Any, methods: Sequence[str]) -> None:
+    """Raises `InvalidArgument` if a store has not all of these methods."""
+    if missing := [f"{method}()" for method in methods if lacks(store, method)]:
+        name = type(without_prefixes(store)).__name__
+        raise InvalidArgument(f"the store, a {name}, has no {', '.join(missing)}; it needs {', '.join(methods)}")
 
 
 def once(store: Any, key: str, value: str) -> str:
@@ -152,6 +179,7 @@ class Bounded(Values):
     """
 
     def __init__(self, store: Any, seconds: float = UNANSWERED) -> None:
+        require(store, ("compare_set", *METHODS))
         self._store, self._seconds = store, seconds
         self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._under_way: list[float] = []

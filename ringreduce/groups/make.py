@@ -42,6 +42,7 @@ from ringreduce.config import (
 from ringreduce.coordination.endpoint import Config
 from ringreduce.coordination.ledger import Ledger, ledger_bytes
 from ringreduce.coordination.process import identity
+from ringreduce.coordination.store import METHODS, require, without_prefixes
 from ringreduce.coordination.torch_store import KeyStore
 from ringreduce.errors import SystemFailure, TopologyError
 from ringreduce.groups.arena import open_arena, share_allocations
@@ -148,13 +149,14 @@ def _exchange(
 
     `ranks`: the global ones. `within`: the group whose ranks make this one, and their ranks there.
     """
+    require(store, METHODS)
     before, attempt, processes, order = beforehand.get(), "", list[tuple[str, int]](), None
     if within:
         group, wanted = within
         lineage, processes = survivors_of(group).lineage, survivors_of(group).processes(wanted)
         attempt = lineage.attempt
         before = before._replace(ended=lambda: [wanted.index(each) for each in group.ended() if each in wanted])
-        order = Order(_store_of_all_names(store), attempt, ranks[rank], name, ranks)
+        order = Order(without_prefixes(store), attempt, ranks[rank], name, ranks)
     exchange = Exchange(store, rank, len(ranks), seconds, ranks, attempt, processes, before, order)
     try:
         yield exchange
@@ -163,12 +165,6 @@ def _exchange(
         raise
     finally:
         exchange.before = NOTHING  # the group may keep the exchange, and some of this holds the group
-
-
-def _store_of_all_names(store: Store) -> Store:
-    while isinstance(store, PrefixStore):  # the names of groups are in prefixes
-        store = store.underlying_store
-    return store
 
 
 def store_of(exchange: Exchange) -> Store:

@@ -321,6 +321,53 @@ def test_a_system_call_that_a_filter_refuses_is_named(name: str) -> None:
         assert said in text or name == "sched_getaffinity", text
 
 
+class OwnStore(dist.Store):
+    """The least that torch needs, written in Python."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self._store = store
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(key)
+
+    def add(self, key: str, value: int) -> int:
+        return self._store.add(key, value)
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        self._store.wait(keys, *timeout)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._store.set_timeout(timeout)
+
+
+class CheckedStore(OwnStore):
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+
+def has_a_store_of_its_own(me: Rank) -> None:
+    store = me.store
+    me.store = OwnStore(store)
+
+    def join() -> None:
+        with me.join():
+            value = torch.ones(3)
+            dist.all_reduce(value)
+            assert value.tolist() == [me.size] * 3
+
+    assert "the store, a OwnStore, has no check()" in fails(InvalidArgument, join)[0]
+    me.store = CheckedStore(store)
+    join()
+
+
+def test_a_store_in_python_needs_no_compare_set() -> None:
+    run(has_a_store_of_its_own, 2)
+
+
 def cannot_map(me: Rank, victim: int, room: int, options: ringreduce.Options) -> tuple[str, int]:
     """The victim has met the others, and has `room` more bytes of address space: too little for what they share."""
     if me.rank == victim:
