@@ -17,7 +17,7 @@ from ringreduce import plan, tuning
 from ringreduce.cli.terminal import Help, console, put, say, table
 from ringreduce.common import compiled
 from ringreduce.common.failures import SystemFailure
-from ringreduce.common.system import own_cores
+from ringreduce.common.system import crowded, own_cores
 from ringreduce.common.units import bytes_text, time_text
 from ringreduce.config import OTHER_VARIABLES, PREFIX, Options, fetch_from, resolve, slicing_for, slot_bytes_for
 from ringreduce.gpu import kernels, nccl
@@ -117,6 +117,7 @@ def _machine(console: Console, options: Options, origins: dict[str, str], ranks:
     else:
         how = f"copied, by {origins['fetch']}"
     console.print(f"ordinary tensors: {how}", highlight=False, soft_wrap=True)
+    console.print(f"threads: {_threads(ranks)}", highlight=False, soft_wrap=True)
     console.print(f"CUDA tensors: {_cuda_tensors(options)}", highlight=False, soft_wrap=True)
     if not _C.cuda_unavailable() and options.gpu_transport in ("auto", "peer"):
         console.print(_choices_of_gpus(ranks, options))
@@ -134,6 +135,15 @@ def _machine(console: Console, options: Options, origins: dict[str, str], ranks:
         console.print(_figures(known.machine))
     for size in ranks:
         console.print(_choices(size, options, fetch, known))
+
+
+def _threads(ranks: list[int]) -> str:
+    """Those that torch computes with in each process, and the first group that has too many."""
+    import torch
+
+    threads, cores = torch.get_num_threads(), len(own_cores())
+    wrong = next(filter(None, (crowded(size, threads, cores) for size in sorted(ranks))), "")
+    return f"{threads} in a process" + (f"; {wrong}" if wrong else "")
 
 
 def _cuda_tensors(options: Options) -> str:

@@ -22,7 +22,7 @@ from ringreduce import tuning
 from ringreduce.common import compiled
 from ringreduce.common.failures import RingReduceError, SystemFailure, TopologyError
 from ringreduce.common.files import text_of
-from ringreduce.common.system import own_cores, refused_calls
+from ringreduce.common.system import crowded, own_cores, refused_calls
 from ringreduce.common.units import bytes_text
 from ringreduce.config import resolve
 from ringreduce.coordination.process import boot_id, own_pidfd
@@ -123,6 +123,8 @@ class Facts:
     open_files: int | None
     huge_pages: str
     """The kernel's choice for shared memory: always, within_size, advise, never, ...; "" if it does not say."""
+    threads: int = 1
+    """With which torch computes in a process."""
     refused: tuple[str, ...] = ()
     """The system calls that groups need and this process may not make."""
     boot_id: bool = True
@@ -246,6 +248,15 @@ def _cores(facts: Facts) -> Judged:
     if facts.cores < 2:
         return "limited", what, "allow more (taskset, or Docker: --cpuset-cpus)"
     return "ok", what, ""
+
+
+@_about("threads", "where the ranks of a host compute with more threads than there are cores, all are slow")
+def _threads(facts: Facts) -> Judged:
+    wrong = crowded(2, facts.threads, facts.cores)
+    what, _, fix = wrong.partition(": ")
+    return (
+        ("limited", what, fix.rpartition("; ")[2]) if wrong else ("ok", f"torch has {facts.threads} in a process", "")
+    )
 
 
 def _notes_on_gpus(facts: Facts) -> list[str]:
@@ -485,6 +496,7 @@ def _look_at_torch(missing: str) -> dict[str, Any]:
 
         facts |= {"torch": torch.__version__, "distributed": torch.distributed.is_available()}
         facts |= {"cuda": torch.version.cuda, "cuda_devices": torch.cuda.device_count()}
+        facts |= {"threads": torch.get_num_threads()}
         with contextlib.suppress(Exception):  # builds without CUDA have no such functions
             version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
             facts["nccl"] = f"{'.'.join(map(str, version))}, in torch"

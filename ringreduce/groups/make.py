@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from ringreduce import _C, plan
+from ringreduce.common.system import crowded
 from ringreduce.config import (
     LEAST_SLICE_GLOO,
     MOST_SLICE_GLOO,
@@ -136,6 +137,11 @@ def _warn_of_torchrec() -> None:
     )
 
 
+@functools.cache  # once
+def _warn_of_threads(wrong: str) -> None:
+    log.warning("%s; torchrun does so, and other launchers do not", wrong)
+
+
 @contextlib.contextmanager
 def _exchange(
     store: Store,
@@ -243,6 +249,9 @@ class GroupSpec:
             arena,
         )
         passed("group: met")
+        here = next(host for host in meeting.hosts if exchange.rank in host)
+        if exchange.rank == here[0] and (wrong := crowded(len(here), torch.get_num_threads(), len(meeting.cores))):
+            _warn_of_threads(wrong)
         try:
             decision = Decision.load(meeting.decision)
             if decision.error:

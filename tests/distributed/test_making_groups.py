@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed.harness import Rank, Ranks, in_threads, run
+from processes import Logged
 
 import ringreduce
 from ringreduce.coordination import process
@@ -319,6 +320,26 @@ def test_a_system_call_that_a_filter_refuses_is_named(name: str) -> None:
     said = f"{name}: Operation not permitted; let the container's or service's seccomp filter allow {name}"
     for text in run(is_refused, 2, name):
         assert said in text or name == "sched_getaffinity", text
+
+
+def computes_with(me: Rank, threads: int) -> list[list[str]]:
+    """What each of two groups logs."""
+    torch.set_num_threads(threads)
+    logged = []
+    for name in ("first", "second"):
+        log = Logged()
+        with me.join(name):
+            logged.append([text for text in log.messages if "threads" in text])
+    return logged
+
+
+def test_one_rank_warns_once_of_more_threads_than_cores() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert run(computes_with, 2, 1) == [[[], []]] * 2
+    [[[warning], again], other] = run(computes_with, 2, 2 * cores)
+    assert f"2 ranks x {2 * cores} threads on {cores} cores" in warning
+    assert f"OMP_NUM_THREADS={max(1, cores // 2)}, or call torch.set_num_threads" in warning
+    assert again == [] and other == [[], []]
 
 
 class OwnStore(dist.Store):

@@ -92,6 +92,7 @@ def test_a_machine_without_fault():
         ("peers' memory", "limited", "RINGREDUCE_FETCH", "unset", {"fetch": False, "fetch_wanted": False}),
         ("cores", "limited", "time of 2.5 cores", "at most 2 ranks", {"quota": 2.5}),
         ("cores", "limited", "1 of 80 cores", "taskset", {"cores": 1}),
+        ("threads", "limited", "2 ranks x 80 threads on 80 cores", "OMP_NUM_THREADS=40", {"threads": 80}),
         ("system calls", "missing", "refused: ioctl", "allow ioctl", {"refused": ("ioctl",)}),
         ("host's identity", "limited", "no boot id", "RINGREDUCE_HOST_ID", {"boot_id": False}),
         ("GPUs", "missing", "none", "--gpus all", {"graph": CORES}),
