@@ -26,6 +26,7 @@ import logging
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 import weakref
@@ -163,6 +164,13 @@ class Door:
             started.result()
         except OSError as error:
             raise SystemFailure(f"cannot listen for other hosts: {reason(error)}") from None
+        except RuntimeError as error:  # asyncio's: this thread has an event loop already
+            if "gevent" not in sys.modules:
+                raise
+            raise SystemFailure(
+                f"cannot listen for other hosts: {error}: gevent has made one thread of all; several groups between "
+                "hosts need threads of the kernel: gevent.monkey.patch_all(thread=False)"
+            ) from None
 
     def connect(
         self, peers: Iterable[int], deadline: float, patience: float = 0.0, look: Callable[[], None] | None = None

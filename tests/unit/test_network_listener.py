@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from ipaddress import ip_interface
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -913,3 +914,23 @@ def test_a_door_that_is_closed_while_another_thread_begins_to_connect(
         one.door.connect([1], time.monotonic() + SOON, look=lambda: None)
     closer.join(SOON)
     assert not closer.is_alive()
+
+
+def test_where_all_threads_are_one_as_under_gevent_an_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Greenlet(threading.Thread):
+        def start(self) -> None:
+            self.run()
+
+        def join(self, timeout: float | None = None) -> None:
+            pass
+
+    async def opens_another() -> None:
+        with contextlib.closing(Door([LO])) as door:
+            door.open(0, "g", SECRET, {}, lambda *_: None)
+
+    monkeypatch.setattr(listener_module, "threading", SimpleNamespace(**vars(threading) | {"Thread": Greenlet}))
+    with pytest.raises(RuntimeError, match="running event loop"):
+        asyncio.run(opens_another())
+    monkeypatch.setitem(sys.modules, "gevent", object())
+    with pytest.raises(SystemFailure, match=r"monkey\.patch_all\(thread=False\)"):
+        asyncio.run(opens_another())
