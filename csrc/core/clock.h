@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <string>
+#include <utility>
 
 namespace ringreduce {
 
@@ -33,6 +34,23 @@ inline Nanoseconds now() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
       .count();
 }
+
+// Tells while a process waits how long it did not run, because it was stopped or its machine was frozen: a timeout is
+// about what others do, and they may have been frozen with it.
+class Standstill {
+ public:
+  // To be called at each look, much more often than kLeast. How long the process stood still since the latest one.
+  Nanoseconds before(Nanoseconds t) {
+    const Nanoseconds since = std::exchange(looked_, t);
+    return since != 0 && t - since >= kLeast ? t - since : 0;
+  }
+  // Something else than waiting was done up to then; 0: for an unknown time.
+  void restart(Nanoseconds t = 0) { looked_ = t; }
+
+ private:
+  static constexpr Nanoseconds kLeast = kSecond;  // more than a thread waits for its core
+  Nanoseconds looked_ = 0;
+};
 
 constexpr double seconds(Nanoseconds duration) { return static_cast<double>(duration) / kSecond; }
 

@@ -193,13 +193,14 @@ void Mailbox::check() {
   const std::vector<int> gone = team_->fate().gone();
   while (progress()) {  // what they sent before they went still counts
   }
-  const Nanoseconds t = now();
+  const Nanoseconds t = now(), still = standstill_.before(t);
   const auto here = std::count_if(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.here; });
   const auto snapshot = all_;
   for (const auto& m : snapshot) {
     const bool peer_gone = m->peer != kAnySource && std::find(gone.begin(), gone.end(), m->peer) != gone.end();
     const bool all_gone = m->peer == kAnySource && !gone.empty() && std::ssize(gone) + 1 == here;
     std::optional<Error> error;
+    m->posted = std::min(m->posted + still, t);
     if (aborted) {
       error = own(*aborted);
     } else if (peer_gone || all_gone) {
@@ -253,6 +254,7 @@ bool Mailbox::progress() {
   } catch (const std::exception& error) {
     team_->fate().abort(Error(ErrorKind::system, std::string("receiving a message: ") + error.what(), team_->rank()));
   }
+  if (moved) standstill_.restart();
   return moved;
 }
 

@@ -41,6 +41,7 @@ class Waiting {
   void moved() {
     if (looks_ == 0 && idle_since_ == 0) return;
     looks_ = yields_ = 0;
+    standstill_.restart();
     if (idle_since_ != 0) waited_ += now() - idle_since_;
     idle_since_ = 0;
     disarm();
@@ -51,7 +52,8 @@ class Waiting {
   Nanoseconds waited() const { return waited_; }
 
   // Nothing moved. Waits a little, after which the caller must look again. `awaits`: the ranks that could end the wait,
-  // as awaits_rank() has them. `check(waited)` is called now and then with the time since the first wait of this call.
+  // as awaits_rank() has them. `check(waited)` is called now and then with the time since the first wait of this call,
+  // without that in which this process did not run.
   // `looks` replaces Patience::looks for this wait.
   template <class Check>
   void idle(std::uint64_t awaits, Check&& check, int looks) {
@@ -66,9 +68,11 @@ class Waiting {
       next_check_ = t + kCheckEvery;  // most waits are over by then
     }
     if (idle_since_ == 0) idle_since_ = t;
+    started_ += standstill_.before(t);
     if (t >= next_check_) {
       check(t - started_);
       next_check_ = t + kCheckEvery;
+      standstill_.restart(now());
     }
     if (!armed_ && yields_ < patience_.yields && t - idle_since_ < kYieldFor) {
       ++yields_;
@@ -127,6 +131,7 @@ class Waiting {
   std::uint64_t awaits_ = 0;
   std::uint32_t seen_ = 0;
   Nanoseconds started_ = 0, idle_since_ = 0, next_check_ = 0, waited_ = 0;
+  Standstill standstill_;
 };
 
 }  // namespace ringreduce

@@ -33,7 +33,8 @@ void Links::drop(int peer) {
 }
 
 void Links::reach(std::span<const int> peers, Nanoseconds timeout) {
-  const Nanoseconds deadline = now() + timeout;
+  Nanoseconds deadline = now() + timeout;
+  Standstill standstill;
   for (const int peer : peers) {
     // Both ends may need it now: the higher rank leaves it to the lower for a moment.
     if (peer < rank_) connections_.wait_for(peer, kCourtesy);
@@ -42,7 +43,9 @@ void Links::reach(std::span<const int> peers, Nanoseconds timeout) {
   for (const int peer : peers)
     while (!connections_.wait_for(peer, kLook)) {
       fate_.throw_if_aborted();
-      if (now() >= deadline)
+      const Nanoseconds t = now();
+      deadline += standstill.before(t);
+      if (t >= deadline)
         throw Error(
             ErrorKind::timeout,
             fate_.describe(peer) + " did not connect to " + fate_.number(rank_) + " within " + in_seconds(timeout),

@@ -88,6 +88,24 @@ def reduce_in_a_loop(me: Rank, seconds: float, timeout: float, survivors: list[i
     regroup(me, survivors)
 
 
+def waits_while_all_are_stopped(me: Rank) -> list[float]:
+    """Rank 0 waits for a message and in a call; rank 1 comes when somebody says so in the store."""
+    with me.join(call_timeout=2.0):
+        sum_, message = torch.ones(3), torch.zeros(3)
+        if me.rank == 0:
+            arriving = dist.irecv(message, 1)
+        me.report("ready")
+        if me.rank == 1:
+            me.store.wait(["go on"])
+        dist.all_reduce(sum_)
+        if me.rank == 1:
+            dist.send(sum_, 0)
+        else:
+            assert arriving is not None
+            arriving.wait()
+        return [*sum_.tolist(), *message.tolist()]
+
+
 def recv_from_nobody(me: Rank) -> None:
     with me.join():
         me.report("here")

@@ -26,6 +26,7 @@ from bodies.faults import (
     reduce_in_a_loop,
     stop_in_the_middle,
     wait_for_a_late_rank,
+    waits_while_all_are_stopped,
     wrong_arguments,
 )
 from distributed.harness import Ranks, run
@@ -107,6 +108,21 @@ def test_a_stop_shorter_than_the_timeout_is_no_error() -> None:
         time.sleep(1)
         ranks.signal(1, signal.SIGCONT)
         ranks.results()
+
+
+def test_time_in_which_all_ranks_were_frozen_is_not_waited() -> None:
+    """As by a container that is paused, or a virtual machine that is moved."""
+    with Ranks(waits_while_all_are_stopped, 2) as ranks:
+        ranks.reports()
+        time.sleep(0.3)
+        for rank in range(2):
+            ranks.signal(rank, signal.SIGSTOP)
+        time.sleep(4)
+        for rank in range(2):
+            ranks.signal(rank, signal.SIGCONT)
+        time.sleep(0.3)
+        ranks.store.set("go on", "")
+        assert ranks.results() == [[2.0] * 6, [2.0] * 3 + [0.0] * 3]
 
 
 @pytest.mark.parametrize("shared", (True, False))
