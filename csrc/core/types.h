@@ -28,6 +28,9 @@ enum class DType : std::uint8_t {
   // More are moved between ranks and never reduced. They follow here in the order of kDTypes, and need no names.
 };
 
+// Elements that are combined as float32, and rounded when they are stored.
+constexpr bool narrow_float(DType d) { return d >= DType::float16 && d <= DType::float8_e5m2; }
+
 // The operations of c10d::ReduceOp, and logaddexp. `premul_sum` multiplies each rank's input by a factor before the
 // sum; `avg` divides the sum by the number of ranks; `logaddexp` is log(exp(a) + exp(b)).
 enum class ReduceOp : std::uint8_t { sum, avg, product, min, max, band, bor, bxor, premul_sum, logaddexp };

@@ -135,7 +135,7 @@ BoundStep BoundCall::bind(const Team& team, const ChannelProgram& channel, const
   for (const int peer : step.send) (team.elsewhere(peer) ? bound.leaves : bound.stays) = true;
   bound.scaled = scaled_ && step.read == Read::input;
   if (call_.operation == Operation::all_reduce) bound.begin = range(outputs_[0], channel, step).begin * element_;
-  if (step.completes && call_.reduce_op == ReduceOp::avg) bound.divisor = team.size();
+  bound.average = average_of(call_, step, team.size());
   if (step.returned && offers_)  // a peer on another host cannot write here
     bound.returned = !team.elsewhere(step.recv.empty() ? step.send[0] : step.recv[0].peer);
   if (!step.send.empty()) lend(team, bound);

@@ -59,7 +59,7 @@ struct BoundStep {
   bool leaves = false;           // on other hosts
   bool scaled = false;           // the local operand is multiplied by the call's factor first
   bool streams_output = false;   // past the caches
-  double divisor = 1;            // of the combined value
+  Average average = {};
   std::size_t begin = 0;         // of all_reduce: where the chunk begins in the tensor
 };
 

@@ -195,8 +195,7 @@ void Exchange::run_step(std::size_t channel, std::size_t round, const Step& step
   if (operands_.size() > 1) {
     if (slice.output != nullptr) results_.push_back(slice.output);
     if (sends_copy) results_.push_back(cell);  // some operand came in one
-    const bool averages = step.completes && call_.reduce_op == ReduceOp::avg;
-    device_.accumulate(call_, results_, operands_, count, averages ? wire_.size() : 1.0);
+    device_.accumulate(call_, results_, operands_, count, average_of(call_, step, wire_.size()));
     value = results_.back();
   } else {
     if (slice.output != nullptr && slice.output != value) device_.copy(slice.output, value, slice.bytes);

@@ -41,7 +41,7 @@ class Device {
 
   // As kernels/accumulate.h has them. A later exchange, or operation, finds their results.
   virtual void accumulate(const Call& call, std::span<void* const> dsts, std::span<const void* const> srcs,
-                          std::size_t count, double divisor) = 0;
+                          std::size_t count, const Average& average) = 0;
   virtual void scale(const Call& call, void* dst, const void* src, std::size_t count) = 0;
   virtual void copy(void* dst, const void* src, std::size_t bytes) = 0;
 };

@@ -348,7 +348,8 @@ void Execution::combine(const BoundStep& step, Value& value, std::size_t bytes, 
   if (operands.size() > 1) {
     const bool rounds = step.step->completes && bound_.packing() != Packing::none;
     const std::span<void* const> all(results), first = all.first(rounds ? 1 : all.size());
-    kernels::accumulate(call_.dtype, call_.reduce_op, first, operands, bytes / element_, step.divisor);
+    kernels::accumulate(call_.dtype, call_.reduce_op, first, operands, bytes / element_, step.average.divisor,
+                        step.average.weights);
     if (!rounds) return;
     // This rank keeps what other hosts will get, which is rounded.
     round(bound_.packing(), static_cast<std::byte*>(results[0]), bytes / element_, rests);

@@ -28,8 +28,8 @@ class Cpu final : public Device {
   }
 
   void accumulate(const Call& call, std::span<void* const> dsts, std::span<const void* const> srcs, std::size_t count,
-                  double divisor) override {
-    kernels::accumulate(call.dtype, call.reduce_op, dsts, srcs, count, divisor);
+                  const Average& average) override {
+    kernels::accumulate(call.dtype, call.reduce_op, dsts, srcs, count, average.divisor, average.weights);
   }
   void scale(const Call& call, void* dst, const void* src, std::size_t count) override {
     kernels::scale(call.dtype, dst, src, count, call.factor);

@@ -1,6 +1,8 @@
 #include "engine/program.h"
 
 #include <algorithm>
+#include <bit>
+#include <map>
 #include <numeric>
 #include <string>
 #include <utility>
@@ -77,6 +79,7 @@ class ProgramReader {
     if (!in_.at_end()) malformed("it goes on after its end");
     find_rewritten();
     set_spans();
+    if (reduces(program_.operation)) find_weights();
     if (program_.operation == Operation::all_reduce) find_partial();
     list_peers();
     return std::move(program_);
@@ -85,6 +88,9 @@ class ProgramReader {
  private:
   struct Span {
     std::size_t first, length;
+  };
+  struct Sent {
+    std::uint32_t phase, inputs;
   };
 
   // The rank that is number `r` of the plan.
@@ -117,7 +123,8 @@ class ProgramReader {
       const auto& sent =
           sent_in_[alike_[static_cast<std::size_t>(source.peer)] ? own : static_cast<std::size_t>(source.peer)];
       if (source.send_index >= sent.size()) malformed("send index is none of the peer's");
-      source.phase = sent[source.send_index];
+      source.phase = sent[source.send_index].phase;
+      source.inputs = sent[source.send_index].inputs;
     }
   }
 
@@ -132,9 +139,12 @@ class ProgramReader {
       Step step = read_step(channel, phase);
       const Span recv = read_sources(step), send = read_destinations();
       put_in_rank_order(step, recv, rank);
+      const bool combines = recv.length + (step.read != Read::none) > 1;
+      step.completes = combines && step.inputs == static_cast<std::uint32_t>(part_.size);
+      completed_[static_cast<std::size_t>(step.block) * channel.chunks + step.chunk] += step.completes;
       if (send.length > 0) {
         step.send_index = static_cast<std::uint32_t>(sent_in_[r].size());
-        sent_in_[r].push_back(step.phase);
+        sent_in_[r].push_back({step.phase, step.inputs});
       }
       if (rank == part_.rank) {
         channel.steps.push_back(step);
@@ -161,8 +171,7 @@ class ProgramReader {
     if (step.read == Read::input) step.read_position = input_position(operation, part_.size, step.block);
     if (step.read == Read::output) step.read_position = output_position(operation, part_.size, step.block);
     if (in_.take("write", 0, 1) == 1) step.write_position = output_position(operation, part_.size, step.block);
-    step.completes = in_.take("completes", 0, 1) == 1;
-    completed_[static_cast<std::size_t>(id)] += step.completes;
+    step.inputs = static_cast<std::uint32_t>(in_.take("inputs", 1, part_.size));
     step.returned = in_.take("returned", 0, 1) == 1;
     phase = in_.take("phase", phase, 1 << 20);
     step.phase = static_cast<std::uint32_t>(phase);
@@ -221,13 +230,36 @@ class ProgramReader {
       }
   }
 
+  void find_weights() {
+    std::vector<std::size_t> first;  // of each step
+    for (const ChannelProgram& channel : program_.channels) {
+      std::map<std::pair<int, std::uint32_t>, std::uint32_t> output;  // of how many ranks the chunk there has the input
+      for (const Step& step : channel.steps) {
+        const std::pair chunk{step.block, step.chunk};
+        std::vector<std::uint32_t> inputs;  // of each operand
+        for (const Source& source : step.recv) inputs.push_back(source.inputs);
+        if (step.read != Read::none)
+          inputs.insert(inputs.begin() + step.local_position, step.read == Read::input ? 1 : output[chunk]);
+        if (std::accumulate(inputs.begin(), inputs.end(), 0u) != step.inputs)
+          malformed("a step's inputs are not those of its operands");
+        first.push_back(program_.weights.size());
+        for (const std::uint32_t each : inputs)
+          program_.weights.push_back(static_cast<float>(each) / static_cast<float>(std::bit_ceil(step.inputs)));
+        if (step.write_position >= 0) output[chunk] = step.inputs;
+      }
+    }
+    auto at = first.begin();
+    for (ChannelProgram& channel : program_.channels)
+      for (Step& step : channel.steps)
+        step.weights = std::span<const float>(program_.weights).subspan(*at++, step.operands());
+  }
+
   // What a rank only passes on counts as whole: it has been rounded already if it came from another host.
   void find_partial() {
     for (ChannelProgram& channel : program_.channels) {
       std::vector<bool> output(channel.chunks, false);  // whether the chunk in the output is a part
       for (Step& step : channel.steps) {
-        const bool combines = step.recv.size() + (step.read != Read::none) > 1;
-        const bool of_parts = combines || step.read == Read::input || (step.read == Read::output && output[step.chunk]);
+        const bool of_parts = step.operands() > 1 || step.read == Read::input || (step.read == Read::output && output[step.chunk]);
         step.partial = of_parts && !step.completes;
         if (step.write_position >= 0) output[step.chunk] = step.partial;
       }
@@ -247,7 +279,7 @@ class ProgramReader {
   Reader in_;
   Program program_;
   std::vector<Span> recv_of_, send_of_;              // of each step of this rank
-  std::vector<std::vector<std::uint32_t>> sent_in_;  // per rank, of the channel at hand: its sends' phases
+  std::vector<std::vector<Sent>> sent_in_;           // per rank, of the channel at hand: its sends
   std::vector<bool> alike_;                          // per rank: whether it is left out, as it does what this one does
   std::vector<int> completed_;                       // per chunk of it: by how many steps of the ranks that are not
 };
@@ -255,5 +287,11 @@ class ProgramReader {
 }  // namespace
 
 Program program_of(const LoweredPlan& plan, const Part& part) { return ProgramReader(plan, part).read(); }
+
+Average average_of(const Call& call, const Step& step, int size) {
+  if (!reduces(call.operation) || call.reduce_op != ReduceOp::avg || step.operands() < 2) return {};
+  if (!narrow_float(call.dtype)) return {.divisor = step.completes ? static_cast<double>(size) : 1.0};
+  return {step.weights, step.mean_divisor()};
+}
 
 }  // namespace ringreduce

@@ -1,6 +1,7 @@
 // A plan, lowered: what each rank does, as flat arrays that the engine can run without asking anybody.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -15,6 +16,7 @@ struct Source {
   int peer;
   std::uint32_t send_index;
   std::uint32_t phase = 0;
+  std::uint32_t inputs = 1;  // of how many ranks the value has the input
 };
 
 enum class Read : std::uint8_t { none, input, output };
@@ -26,6 +28,7 @@ struct Step {
   int block = 0;
   std::uint32_t phase = 0;  // without slots: what is sent in a phase is exchanged at its end, see plan/symbolic.py
   Read read = Read::none;
+  std::uint32_t inputs = 1;      // of how many ranks the value has the input
   bool partial = false;          // of all_reduce: its value is a part of a reduction that others complete
   bool completes = false;        // this step finishes the reduction: its value is complete, its operands were not
   int local_position = -1;       // of the local chunk among the operands
@@ -36,6 +39,10 @@ struct Step {
   std::uint32_t send_index = 0;  // among this rank's sends of a round
   std::span<const Source> recv;  // in rank order
   std::span<const int> send;
+  std::span<const float> weights = {};  // of the operands, in rank order, for an average; see average_of()
+
+  std::size_t operands() const { return recv.size() + (read != Read::none); }
+  double mean_divisor() const { return static_cast<double>(inputs) / std::bit_ceil(inputs); }
 };
 
 struct ChannelProgram {
@@ -46,8 +53,8 @@ struct ChannelProgram {
   std::vector<Step> steps;
 };
 
-// One rank's part of a plan, for one root. Immutable once made. The spans of its steps refer to `sources` and
-// `destinations`, so it may be moved but not copied.
+// One rank's part of a plan, for one root. Immutable once made. The spans of its steps refer to its vectors, so it may
+// be moved but not copied.
 struct Program {
   Program() = default;
   Program(Program&&) = default;
@@ -59,6 +66,7 @@ struct Program {
   std::vector<ChannelProgram> channels;
   std::vector<Source> sources;
   std::vector<int> destinations;
+  std::vector<float> weights;
   std::vector<int> peers;  // of this rank: all of them, once each
 };
 
@@ -79,5 +87,18 @@ struct Part {
 // Takes a rank's part of a plan, turned so that rank 0 of the plan becomes `root`. Throws invalid_argument where the
 // plan is not what it should be.
 Program program_of(const LoweredPlan& plan, const Part& part);
+
+// What a step multiplies its operands by, if there are weights, and divides their sum by.
+struct Average {
+  std::span<const float> weights = {};
+  double divisor = 1;
+};
+
+// 16-bit and 8-bit floats are rounded in every step that combines, and a sum of several may be too large for them. So
+// what a step makes of k inputs is their mean: it weighs each operand by the number of inputs in it, and divides by k.
+// (Both numbers are divided by the power of two from k on, so that no sum is too large for float32 either. All of this
+// is exact in float32 but for the sum and the division, and so a step that has all inputs gives the bits of a plain sum
+// that is divided.) Wider elements are summed, and divided where the last inputs come in.
+Average average_of(const Call& call, const Step& step, int size);
 
 }  // namespace ringreduce

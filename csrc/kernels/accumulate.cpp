@@ -82,11 +82,11 @@ bool supports(DType dtype, ReduceOp op) {
 }
 
 void accumulate(DType dtype, ReduceOp op, std::span<void* const> dsts, std::span<const void* const> srcs,
-                std::size_t count, double divisor) {
+                std::size_t count, double divisor, std::span<const float> weights) {
   const DefaultFloatEnvironment environment;
-  current_target().accumulate(
-      dtype, op,
-      {dsts.data(), static_cast<int>(dsts.size()), srcs.data(), static_cast<int>(srcs.size()), count, divisor});
+  current_target().accumulate(dtype, op,
+                              {dsts.data(), static_cast<int>(dsts.size()), srcs.data(), static_cast<int>(srcs.size()),
+                               count, divisor, weights.empty() ? nullptr : weights.data()});
 }
 
 void copy(std::span<void* const> dsts, const void* src, std::size_t bytes) {

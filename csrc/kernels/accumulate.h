@@ -28,10 +28,11 @@ bool supports(DType dtype, ReduceOp op);
 // from 2.12 on. min and max return NaN where any operand is NaN. avg and premul_sum combine as sum. logaddexp is
 // within 6 units in the last place of the larger of its result and its operands. Where `divisor` is
 // not 1 the result is divided by it before that one rounding (avg; floating point and complex only). The divisor is
-// first rounded to the type in which elements are combined, as is the factor of scale(). Precondition: supports(dtype,
-// op).
+// first rounded to the type in which elements are combined, as is the factor of scale(). Where there are `weights`, one
+// for each of `srcs`, its widened elements are multiplied by it first. Preconditions: supports(dtype, op); weights only
+// for avg of a narrow_float().
 void accumulate(DType dtype, ReduceOp op, std::span<void* const> dsts, std::span<const void* const> srcs,
-                std::size_t count, double divisor = 1.0);
+                std::size_t count, double divisor = 1.0, std::span<const float> weights = {});
 
 // Copies `bytes` bytes of src to each of the dsts, which must not overlap it or each other.
 void copy(std::span<void* const> dsts, const void* src, std::size_t bytes);

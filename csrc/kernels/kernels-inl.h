@@ -423,11 +423,19 @@ inline void for_each_block(const Job& job, std::size_t total) {
 
 inline const char* source(const Job& job, int k) { return static_cast<const char*>(job.srcs[k]); }
 
-template <class Format, ReduceOp op>
+template <class Format, bool kWeighs>
+RINGREDUCE_INLINE auto operand(const Job& job, int k, std::size_t at, std::size_t bytes) {
+  auto block = load_part<Format>(source(job, k) + at, bytes);
+  if constexpr (kWeighs)
+    for (auto& v : block.v) v *= job.weights[k];
+  return block;
+}
+
+template <class Format, ReduceOp op, bool kWeighs>
 RINGREDUCE_INLINE void accumulate_block(const Job& job, std::size_t at, std::size_t bytes) {
   using Lane = typename Format::Lane;
-  Block<Lane> block = load_part<Format>(source(job, 0) + at, bytes);
-  for (int k = 1; k < job.n; ++k) combine<Format, op>(block, load_part<Format>(source(job, k) + at, bytes));
+  Block<Lane> block = operand<Format, kWeighs>(job, 0, at, bytes);
+  for (int k = 1; k < job.n; ++k) combine<Format, op>(block, operand<Format, kWeighs>(job, k, at, bytes));
   if constexpr (std::is_floating_point_v<Lane>) {
     if (job.factor != 1)
       for (auto& v : block.v) v /= static_cast<Lane>(job.factor);
@@ -443,9 +451,9 @@ RINGREDUCE_INLINE void scale_block(const Job& job, std::size_t at, std::size_t b
   store_part<Format>(static_cast<char*>(job.dsts[0]) + at, block, bytes);
 }
 
-template <class Format, ReduceOp op>
+template <class Format, ReduceOp op, bool kWeighs = false>
 void accumulate_as(const Job& job) {
-  for_each_block<Format::kBlock, accumulate_block<Format, op>>(job, job.count * Format::kElement);
+  for_each_block<Format::kBlock, accumulate_block<Format, op, kWeighs>>(job, job.count * Format::kElement);
 }
 
 template <class Format>
@@ -494,6 +502,8 @@ void floating(ReduceOp op, const Job& job) {
     case ReduceOp::logaddexp:
       return accumulate_as<Format, ReduceOp::logaddexp>(job);
     default:
+      if constexpr (Format::kElement < sizeof(typename Format::Lane))
+        if (job.weights != nullptr) return accumulate_as<Format, ReduceOp::sum, true>(job);
       return accumulate_as<Format, ReduceOp::sum>(job);
   }
 }

@@ -17,6 +17,7 @@ struct Job {
   int n;
   std::size_t count;
   double factor;  // the divisor of accumulate(), the factor of scale()
+  const float* weights = nullptr;
 };
 
 // The arguments of pack(), in whole blocks of kPackedTogether values, and of round(): see packing.h.

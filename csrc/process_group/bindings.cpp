@@ -420,14 +420,15 @@ void bind_kernels(py::module_& m) {
   m.def(
       "accumulate",
       [](DType dtype, ReduceOp op, const std::vector<std::uintptr_t>& dsts, const std::vector<std::uintptr_t>& srcs,
-         std::size_t count, double divisor) {
+         std::size_t count, double divisor, const std::vector<float>& weights) {
         std::vector<const void*> sources;
         for (std::uintptr_t src : srcs) sources.push_back(address(src));
         std::vector<void*> results;
         for (std::uintptr_t dst : dsts) results.push_back(address(dst));
-        kernels::accumulate(dtype, op, results, sources, count, divisor);
+        kernels::accumulate(dtype, op, results, sources, count, divisor, weights);
       },
-      py::arg("dtype"), py::arg("op"), py::arg("dsts"), py::arg("srcs"), py::arg("count"), py::arg("divisor") = 1.0);
+      py::arg("dtype"), py::arg("op"), py::arg("dsts"), py::arg("srcs"), py::arg("count"), py::arg("divisor") = 1.0,
+      py::arg("weights") = std::vector<float>{});
   m.def("scale", [](DType dtype, std::uintptr_t dst, std::uintptr_t src, std::size_t count, double factor) {
     kernels::scale(dtype, address(dst), address(src), count, factor);
   });

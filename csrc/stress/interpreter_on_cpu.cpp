@@ -117,6 +117,7 @@ Run make_run(Group& group, const GroupCall& call, const FlatProgram& program, st
   run.timeout = call.timeout;
   run.factor = call.factors[rank];
   run.divisor = call.divisor;
+  run.weighs = call.weighs;
   run.scaled = call.scaled;
   run.element = call.element;
   run.parts = call.parts;

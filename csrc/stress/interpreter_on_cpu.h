@@ -38,6 +38,7 @@ struct GroupCall {
   Report* reports;
   std::uint64_t*
       unlike;  // how often a block computed elements one by one, since its operands do not lie alike; or null
+  bool weighs;
   bool scaled;
   bool stepwise;  // as ranks do that share a GPU
   bool threaded;  // every thread of a block is one of the CPU

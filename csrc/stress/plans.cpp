@@ -10,7 +10,7 @@ struct PlanStep {
   int chunk = 0;
   bool reads = false;  // the input
   bool writes = false;
-  bool completes = false;
+  int inputs = 1;  // of how many ranks the value has the input
   bool returned = false;
   std::vector<std::pair<int, int>> receives = {};  // peer, send index
   std::vector<int> sends = {};                     // peers
@@ -34,7 +34,7 @@ void lower_program(Lowered& words, int rank, const Steps& steps, const std::vect
     const auto before = [&](const auto& receive) { return receive.first < rank; };
     const auto local = step.reads ? std::count_if(receives.begin(), receives.end(), before) : -1;
     words.insert(words.end(),
-                 {step.chunk, step.reads, step.writes, step.completes, step.returned, phases[at], count(local)});
+                 {step.chunk, step.reads, step.writes, step.inputs, step.returned, phases[at], count(local)});
     words.push_back(count(receives.size()));
     for (const auto& [peer, send_index] : receives) words.insert(words.end(), {peer, send_index});
     words.push_back(count(step.sends.size()));
@@ -110,7 +110,7 @@ Channel ring_channel(int size, int share, bool reversed) {
             for (int hop = 0; hop < hops; ++hop) {
               const bool reduces = hop < size;
               PlanStep step{.chunk = at(position - hop - 1), .reads = reduces, .writes = hop >= size - 1};
-              step.completes = hop == size - 1;
+              step.inputs = std::min(hop + 1, size);
               if (hop > 0) step.receives = {{at(position - 1), hop - 1}};
               if (hop < hops - 1) step.sends = {at(position + 1)};
               steps.push_back(step);
@@ -125,7 +125,7 @@ Lowered one_shot(int size) {
   return lower(size, {{1, 1, each_rank(size, [&](int rank) {
                          const std::vector<int> peers = others(rank, size);
                          PlanStep publish{.reads = true, .sends = peers};
-                         PlanStep combine{.reads = true, .writes = true, .completes = true};
+                         PlanStep combine{.reads = true, .writes = true, .inputs = size};
                          for (int peer : peers) combine.receives.emplace_back(peer, 0);
                          return Steps{publish, combine};
                        })}});
@@ -138,12 +138,16 @@ Lowered two_shot(int size) {
                 Steps steps;
                 for (int owner : peers)
                   steps.push_back({.chunk = owner, .reads = true, .returned = true, .sends = {owner}});
-                PlanStep combine{.chunk = rank, .reads = true, .writes = true, .completes = true};
+                PlanStep combine{.chunk = rank, .reads = true, .writes = true, .inputs = size};
                 for (int peer : peers) combine.receives.emplace_back(peer, (rank - peer + size) % size - 1);
                 combine.sends = peers;
                 steps.push_back(combine);
                 for (int owner : peers)
-                  steps.push_back({.chunk = owner, .writes = true, .returned = true, .receives = {{owner, size - 1}}});
+                  steps.push_back({.chunk = owner,
+                                   .writes = true,
+                                   .inputs = size,
+                                   .returned = true,
+                                   .receives = {{owner, size - 1}}});
                 return steps;
               })}});
 }

@@ -3,12 +3,13 @@
     size, channel count, then per channel:
         share begin, share end, share total (cumulative, in units of the shares), chunks per block, then per rank:
             step count, sends per round, then per step:
-                chunk; read (0 none, 1 input, 2 output); write; completes; returned; phase; local position;
+                chunk; read (0 none, 1 input, 2 output); write; inputs; returned; phase; local position;
                 receive count, then per receive: peer, send index; send count, then per send: peer
 
 Receives are sorted by peer: the order of combination.  *local position* is where the local chunk goes among them, -1
 if it is not read.  *send index* says which of the peer's sending steps of a round made the value, hence its slot.
-*completes* marks the step whose result holds all contributions for the first time, where an average divides.
+*inputs* says how many ranks' inputs are in the step's value; the step that combines the last of them completes a
+reduction.
 *returned* marks two steps of a rank: one that hands its local chunk to a peer, and the next that touches the chunk,
 which only takes what that peer made of it.  In a call in place the peer may then write the value where it found the
 chunk: nobody needs what was there any more.  *phase* is when the step runs over a transport of point-to-point calls:
@@ -95,7 +96,7 @@ def lower_program(rank: int, program: Program, outcomes: Sequence[Outcome], retu
     """One rank's part of the array."""
     yield from (len(program), sum(1 for step in program if step.send))
     for number, (step, outcome) in enumerate(zip(program, outcomes, strict=True)):
-        yield from (step.chunk, READ_CODES[step.read], int(step.write), int(outcome.completes))
+        yield from (step.chunk, READ_CODES[step.read], int(step.write), outcome.inputs)
         yield from (int(number in returned), outcome.phase, _local_position(rank, step), len(step.recv))
         for peer, send_index in outcome.taken:
             yield from (peer, send_index)

@@ -10,7 +10,6 @@ receive reads.
 from collections import defaultdict, deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import pairwise
 
 from ringreduce.common.failures import PlanError
@@ -30,8 +29,8 @@ class Value:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a step: the (peer, send index) it took, peers in rank order, whether it finished a reduction, and
-    in which phase it runs.
+    """What came of a step: the (peer, send index) it took, peers in rank order, how many ranks' inputs its value has,
+    and in which phase it runs.
 
     The send index counts the sending steps of the peer's program; it names the slot.  Phases are those of an execution
     in lockstep, without slots: compute, exchange, compute, exchange ...  What is sent in a phase is exchanged at its
@@ -40,7 +39,7 @@ class Outcome:
     """
 
     taken: tuple[tuple[int, int], ...]
-    completes: bool
+    inputs: int
     phase: int
 
 
@@ -74,7 +73,6 @@ class Machine:
         self.depth = depth
         self.root = root
         self.layout = layout(plan.collective, plan.size)
-        self.contributors = cache(self.layout.contributors)
         self.chunks = plan.channels[index].chunks
         self.programs = plan.channels[index].programs
         self.outcomes: list[list[Outcome]] = [[] for _ in self.programs]  # as long as the steps a rank has executed
@@ -135,8 +133,7 @@ class Machine:
                 self.deliver(rank, peer, value)
             self.unread[rank].append(len(step.send))
             self.sent_in[rank].append(phase)
-        completes = len(operands) > 1 and value.ranks == self.contributors(step.chunk // self.chunks)
-        self.outcomes[rank].append(Outcome(tuple(taken), completes, phase))
+        self.outcomes[rank].append(Outcome(tuple(taken), value.ranks.bit_count(), phase))
 
     def deliver(self, rank: int, peer: int, value: Value) -> None:
         self.messages[rank, peer].append((len(self.unread[rank]), value))

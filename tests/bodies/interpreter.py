@@ -55,7 +55,7 @@ class GroupCall(ctypes.Structure):
         ("outputs", ctypes.POINTER(Tensors)),
         ("reports", ctypes.POINTER(Report)),
         ("unlike", ctypes.POINTER(ctypes.c_uint64)),
-        *((name, ctypes.c_bool) for name in ("scaled", "stepwise", "threaded")),
+        *((name, ctypes.c_bool) for name in ("weighs", "scaled", "stepwise", "threaded")),
     )
 
 
@@ -137,6 +137,7 @@ class Call:
         root: int = 0,
         parts: int = 1,
         divisor: float = 1.0,
+        weighs: bool = False,
         factors: list[float] | None = None,
         fingerprints: list[int] | None = None,
         absent: tuple[int, ...] = (),
@@ -176,6 +177,7 @@ class Call:
             largest=max(array.size for arrays in inputs + outputs for array in arrays),
             timeout=timeout,
             divisor=divisor,
+            weighs=weighs,
             factors=(ctypes.c_double * size)(*(factors or [1.0] * size)),
             fingerprints=(ctypes.c_uint64 * size)(*(fingerprints or [FINGERPRINT] * size)),
             absent=(ctypes.c_bool * size)(*(rank in absent for rank in range(size))),

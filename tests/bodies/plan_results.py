@@ -17,7 +17,7 @@ class LoweredStep:
     chunk: int
     read: int
     write: int
-    completes: int
+    inputs: int
     returned: int
     phase: int
     local_position: int
@@ -61,8 +61,9 @@ class Rank:
     def __init__(self, depth: int) -> None:
         self.round = 0
         self.step = 0
-        self.slots: list[Array | None] = [None] * depth
+        self.slots: list[tuple[Array, int] | None] = [None] * depth  # with the number of inputs in the value
         self.lent: dict[int, tuple[int, Array]] = {}  # messages to be returned: the block and elements they lie in
+        self.written: dict[int, int] = {}  # the same of the chunks of the output
         self.unread: list[set[int]] = []  # per message ever sent, who has yet to read it
 
 
@@ -91,27 +92,33 @@ def run_channel(
         block, part = divmod(step.chunk, channel.chunks)
         elements = chunks[part][rank.round * width : (rank.round + 1) * width]
         lends = step.returned and inputs[number] is outputs[number]
-        operands, returns = [], []
+        operands, inputs_in, returns = [], [], []
         for peer, index in step.recv:
             message = rank.round * channel.sends[peer] + index
             slot = ranks[peer].slots[message % depth]
             assert slot is not None
-            operands.append(slot)
+            operands.append(slot[0])
+            inputs_in.append(slot[1])
             ranks[peer].unread[message].remove(number)
             if message in ranks[peer].lent:
                 returns.append((peer, *ranks[peer].lent.pop(message)))
         if step.read:
             local = (inputs, outputs)[step.read - 1][number][block, elements]
             operands.insert(step.local_position, local)
-        value = np.sum(operands, axis=0) + (COMPLETED if step.completes else 0)
+            inputs_in.append(1 if step.read == 1 else rank.written[step.chunk])
+        assert step.inputs == sum(inputs_in)
+        completes = len(operands) > 1 and step.inputs == len(channel.programs)
+        value = np.sum(operands, axis=0) + (COMPLETED if completes else 0)
         for peer, its_block, its_elements in returns:
             outputs[peer][its_block, its_elements] = value
         if step.write and not (lends and step.recv):
             outputs[number][block, elements] = value
+        if step.write:
+            rank.written[step.chunk] = step.inputs
         if step.send:
             if lends:
                 rank.lent[len(rank.unread)] = block, elements
-            rank.slots[len(rank.unread) % depth] = value.copy()
+            rank.slots[len(rank.unread) % depth] = value.copy(), step.inputs
             rank.unread.append(set(step.send))
         rank.step += 1
         if rank.step == len(channel.programs[number]):

@@ -39,6 +39,7 @@ def interpreted(library: Any, text: str) -> list[list[bytes]]:
         options: dict[str, Any] = {"lanes": 1 + number % 3, "slice_elements": 64 << number % 3}
         if op == "avg":
             options["divisor"] = float(plan.size)
+            options["weighs"] = rows[0].element_size() == 2
         if op == "premul_sum":
             options["factors"] = [FACTOR] * plan.size
         reports = gpu.run(library, plan, inputs, inputs, kernel, stepwise=bool(number % 2), **options)

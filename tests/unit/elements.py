@@ -149,12 +149,15 @@ def rounded(dtype, values):
     return torch.from_numpy(values).to(TORCH[dtype])
 
 
-def expected(dtype, op, operands, divisor=1.0):
+def expected(dtype, op, operands, divisor=1.0, weights=()):
     combine = (COMBINE_BOOL if dtype == "bool" else COMBINE)[op]
     if dtype in COMPLEX and op == "product":
         combine = complex_product
     with np.errstate(all="ignore"):
-        values = functools.reduce(combine, [lanes(dtype, t) for t in operands])
+        given = [lanes(dtype, t) for t in operands]
+        if weights:
+            given = [each * np.float32(weight) for each, weight in zip(given, weights, strict=True)]
+        values = functools.reduce(combine, given)
         if divisor != 1:
             values = values / values.dtype.type(divisor)
     return rounded(dtype, values)

@@ -53,12 +53,14 @@ class Job(ctypes.Structure):
     _fields_ = (
         ("dsts", ctypes.c_void_p * 2),
         ("srcs", ctypes.c_void_p * MOST_SOURCES),
+        ("weights", ctypes.c_float * MOST_SOURCES),
         ("count", ctypes.c_uint64),
         ("factor", ctypes.c_double),
         ("divisor", ctypes.c_double),
         ("copies", ctypes.c_int32),
         ("n", ctypes.c_int32),
         ("scaled", ctypes.c_int32),
+        ("weighs", ctypes.c_bool),
     )
 
 
@@ -90,19 +92,21 @@ def kernel_for(gpu, dtype, op):
     return name.value, parts
 
 
-def run(gpu, kernel, dsts, srcs, count, *, threads=256, divisor=1.0, scaled=-1, factor=1.0):
+def run(gpu, kernel, dsts, srcs, count, *, threads=256, divisor=1.0, scaled=-1, factor=1.0, weights=()):
     """Runs all `threads` on pointers, in an order that depends on their number."""
     job = Job(count=count, factor=factor, divisor=divisor, copies=len(dsts), n=len(srcs), scaled=scaled)
+    job.weighs = bool(weights)
+    job.weights[: len(weights)] = weights
     job.dsts[: len(dsts)] = dsts
     job.srcs[: len(srcs)] = srcs
     assert gpu.run(kernel, ctypes.byref(job), threads, threads), f"no kernel {kernel.decode()}"
 
 
-def on_cpu(dtype, op, operands, divisor):
+def on_cpu(dtype, op, operands, divisor, weights=()):
     """What the CPU's kernel gives."""
     sources = [as_bytes(t).copy() for t in operands]
     dst = np.empty_like(sources[0])
-    _C.accumulate(dtype, op, [dst.ctypes.data], [s.ctypes.data for s in sources], len(operands[0]), divisor)
+    _C.accumulate(dtype, op, [dst.ctypes.data], [s.ctypes.data for s in sources], len(operands[0]), divisor, weights)
     return from_bytes(dtype, dst)
 
 
@@ -111,7 +115,7 @@ def check(gpu, dtype, op, operands, *, wanted=None, misalignments=None, alias=No
 
     `misalignments` are those of the destinations, as many as copies, then of the sources.
     """
-    wanted = on_cpu(dtype, op, operands, how.get("divisor", 1.0)) if wanted is None else wanted
+    wanted = on_cpu(dtype, op, operands, how.get("divisor", 1.0), how.get("weights", ())) if wanted is None else wanted
     misalignments = misalignments or [0] * (copies + len(operands))
     sources = [Buffer(as_bytes(t), m) for t, m in zip(operands, misalignments[copies:], strict=True)]
     dsts = [Buffer(np.full_like(sources[0].payload, 0x5A), m) for m in misalignments[:copies]]
@@ -271,6 +275,13 @@ def test_divisor(gpu, dtype, divisor):
     for n in (1, 2, 3):
         operands = [operand(dtype, 517, rank) for rank in range(n)]
         check(gpu, dtype, "avg", operands, wanted=expected(dtype, "avg", operands, divisor), divisor=divisor)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_weights(gpu, dtype):
+    for weights in ([0.5], [0.25, 0.5], [0.625, 0.125, 0.25], [2.0**-4] * 9):
+        operands = [operand(dtype, 517, rank) for rank in range(len(weights))]
+        check(gpu, dtype, "avg", operands, weights=weights, divisor=sum(weights))
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.5, 1 / 3, -(2.0**20), float("nan")])

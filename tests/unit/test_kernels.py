@@ -41,13 +41,14 @@ def restore_instruction_set():
 # ---- Running and comparing -------------------------------------------------------------------------------------------
 
 
-def accumulate(dtype, op, operands, divisor=1.0, misalignments=None, alias=None):
+def accumulate(dtype, op, operands, divisor=1.0, misalignments=None, alias=None, weights=()):
     """What the kernel gives, after a check that it wrote its result and nothing else."""
     misalignments = misalignments or [0] * (len(operands) + 1)
     sources = [Buffer(as_bytes(t), m) for t, m in zip(operands, misalignments[1:], strict=True)]
     dst = Buffer(np.full_like(sources[0].payload, 0x5A), misalignments[0]) if alias is None else sources[alias]
     second = Buffer(np.full_like(sources[0].payload, 0x5A), misalignments[0])
-    _C.accumulate(dtype, op, [dst.pointer, second.pointer], [s.pointer for s in sources], len(operands[0]), divisor)
+    pointers = [s.pointer for s in sources]
+    _C.accumulate(dtype, op, [dst.pointer, second.pointer], pointers, len(operands[0]), divisor, weights)
     assert dst.unchanged(but_payload=True)
     assert second.unchanged(but_payload=True)
     assert np.array_equal(dst.payload, second.payload)
@@ -55,13 +56,13 @@ def accumulate(dtype, op, operands, divisor=1.0, misalignments=None, alias=None)
     return from_bytes(dtype, dst.payload)
 
 
-def check(dtype, op, operands, divisor=1.0, misalignments=None, alias=None):
+def check(dtype, op, operands, divisor=1.0, misalignments=None, alias=None, weights=()):
     """Compares with the reference, and all instruction sets' results with the first one's."""
-    wanted = expected(dtype, op, operands, divisor)
+    wanted = expected(dtype, op, operands, divisor, weights)
     first = None
     for name in INSTRUCTION_SETS:
         assert _C.select_instruction_set(name)
-        actual = accumulate(dtype, op, operands, divisor, misalignments, alias)
+        actual = accumulate(dtype, op, operands, divisor, misalignments, alias, weights)
         note = f"{dtype} {op} on {name}, {len(operands)} operands of {len(wanted)} elements"
         assert_same(dtype, actual, wanted, note, op)
         first = actual if first is None else first
@@ -90,6 +91,30 @@ def test_large_ones_are_walked_in_parts(dtype):
 def test_divisor(dtype, divisor):
     for n in (1, 2, 3):
         check(dtype, "avg", [operand(dtype, 517, rank) for rank in range(n)], divisor)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_weights(dtype):
+    for weights in ([0.5], [0.25, 0.5], [0.625, 0.125, 0.25], [2.0**-4] * 9):
+        for count in (1, 517):
+            operands = [operand(dtype, count, rank) for rank in range(len(weights))]
+            check(dtype, "avg", operands, divisor=sum(weights), weights=weights)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 64, 100])
+@pytest.mark.parametrize("dtype", NARROW)
+def test_a_mean_has_the_bits_of_the_sum_divided_and_does_not_overflow(dtype, n):
+    """All codes, and the largest and least numbers beside themselves: weights change nothing but what is too large."""
+    codes = all_codes(dtype)
+    shifted = [from_bytes(dtype, np.roll(as_bytes(codes), 37 * k * codes.element_size())) for k in range(n)]
+    power = 1 << (n - 1).bit_length()
+    for operands in ([codes] * n, shifted):
+        mean = accumulate(dtype, "avg", operands, n / power, weights=[1 / power] * n)
+        finite = torch.stack([each.float().isfinite() for each in operands]).all(0)
+        assert mean.float()[finite].isfinite().all()
+        divided = accumulate(dtype, "avg", operands, n).float()
+        kept = divided.isfinite() | ~finite
+        assert torch.equal(mean.float()[kept].nan_to_num(7), divided[kept].nan_to_num(7))
 
 
 @pytest.mark.parametrize("dtype", TORCH)

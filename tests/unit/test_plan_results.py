@@ -41,23 +41,11 @@ def test_the_array_of_a_small_plan_word_by_word() -> None:
         *(2, 1),  # size, channels
         *(0, 1, 1, 1),  # share begin, end, total; chunks
         *(2, 1),  # rank 0: steps, sends per round
-        *(0, 1, 0, 0, 0, 0, 0, 0, 1, 1),  # chunk 0, read input, phase 0, local operand first, no receive, send to 1
-        *(
-            0,
-            1,
-            1,
-            1,
-            0,
-            1,
-            0,
-            1,
-            1,
-            0,
-            0,
-        ),  # write, completes, phase 1, local operand before 1's send 0
+        *(0, 1, 0, 1, 0, 0, 0, 0, 1, 1),  # chunk 0, read input, 1 input, phase 0, local first, no receive, send to 1
+        *(0, 1, 1, 2, 0, 1, 0, 1, 1, 0, 0),  # write, 2 inputs, phase 1, local operand before 1's send 0
         *(2, 1),  # rank 1
-        *(0, 1, 0, 0, 0, 0, 0, 0, 1, 0),
-        *(0, 1, 1, 1, 0, 1, 1, 1, 0, 0, 0),  # local operand after the receive from 0 of its send 0
+        *(0, 1, 0, 1, 0, 0, 0, 0, 1, 0),
+        *(0, 1, 1, 2, 0, 1, 1, 1, 0, 0, 0),  # local operand after the receive from 0 of its send 0
     ]
 
 
@@ -69,7 +57,7 @@ def test_shares_are_cumulative() -> None:
 
 def test_operands_stand_in_rank_order() -> None:
     for rank, program in enumerate(decode(lower(build("all_reduce", "two_shot", 5)))[0].programs):
-        (combine,) = (step for step in program if step.completes)
+        (combine,) = (step for step in program if step.read and step.recv)
         peers = [peer for peer, _ in combine.recv]
         peers.insert(combine.local_position, rank)
         assert peers == [0, 1, 2, 3, 4]

@@ -46,10 +46,17 @@ struct Arrays {
                       .sources = static_cast<std::uint32_t>(step.recv.size()),
                       .destinations = 0,
                       .readers = 0,
+                      .local_weight = 1,
+                      .mean_divisor = static_cast<float>(step.mean_divisor()),
                       .completes = step.completes};
-        for (const Source& from : step.recv)
+        const auto weight = [&](std::size_t operand) { return step.weights.empty() ? 1 : step.weights[operand]; };
+        if (step.read != Read::none) flat.local_weight = weight(flat.local_position);
+        for (std::size_t s = 0; s < step.recv.size(); ++s) {
+          const Source& from = step.recv[s];
+          const bool after_local = step.read != Read::none && s >= flat.local_position;
           sources.push_back({static_cast<std::uint32_t>(from.peer), sent[from.peer] + from.send_index,
-                             static_cast<std::uint32_t>(i)});
+                             static_cast<std::uint32_t>(i), weight(s + after_local)});
+        }
         for (const int reader : step.send) flat.destinations |= Ranks{1} << reader;
         steps.push_back(flat);
       }

@@ -149,15 +149,18 @@ RINGREDUCE_APART void lay_out(const Run& run, const LaneBatch& at, const FlatSte
   for (std::uint32_t i = 0; i <= step.sources; ++i) {
     if (step.reads() && i == step.local_position) {
       local = local_slice(run, at, step);
+      to_do.weights[to_do.n] = step.local_weight;
       to_do.srcs[to_do.n++] = local.data;
     }
     if (i == step.sources) break;
     const FlatSource& from = run.program.sources[step.first_source + i];
+    to_do.weights[to_do.n] = from.weight;
     to_do.srcs[to_do.n++] = payload(run, at, from.peer, source_slot(run, at, from));
   }
   to_do.scaled = run.scaled && step.input_position >= 0 ? static_cast<std::int32_t>(step.local_position) : -1;
   to_do.factor = run.factor;
-  to_do.divisor = step.completes ? run.divisor : 1;
+  to_do.weighs = run.weighs && to_do.n > 1;
+  to_do.divisor = to_do.weighs ? step.mean_divisor : step.completes ? run.divisor : 1;
 
   TensorSlice output = {};
   to_do.copies = 0;

@@ -185,7 +185,9 @@ gpu::Run PeerEngine::run_of(const Call& call, const Buffers& buffers, const Choi
   run.timeout = static_cast<std::uint64_t>(call.timeout);
   run.factor = call.factor;
   run.scaled = reduces(call.operation) && call.reduce_op == ReduceOp::premul_sum;
-  run.divisor = reduces(call.operation) && call.reduce_op == ReduceOp::avg ? size() : 1;
+  const bool averages = reduces(call.operation) && call.reduce_op == ReduceOp::avg;
+  run.weighs = averages && narrow_float(call.dtype);
+  run.divisor = averages ? size() : 1;
   run.element = static_cast<std::uint32_t>(element);
   run.rank = static_cast<std::uint32_t>(rank());
   run.lanes = static_cast<std::uint32_t>(std::clamp<std::size_t>(chunk / kBytesOfLane, 1, most));

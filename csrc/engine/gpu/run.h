@@ -13,6 +13,7 @@ struct FlatSource {
   std::uint32_t peer;
   std::uint32_t send_index;  // among the peer's sends of a round of the FlatChannel
   std::uint32_t step;        // of the batch, which takes it
+  float weight;              // of the operand, if the call weighs
 };
 
 // A set of ranks, a bit for each.
@@ -31,7 +32,9 @@ struct FlatStep {
   std::uint32_t send_index;                      // among the rank's sends of a round of the FlatChannel
   std::uint32_t first_source, sources;
   Ranks destinations;
-  Ranks readers;  // of what the slot that the step sends from held before
+  Ranks readers;       // of what the slot that the step sends from held before
+  float local_weight;  // of the local chunk, if the call weighs; and what it divides by then
+  float mean_divisor;
   bool completes;
 
   RINGREDUCE_BOTH bool reads() const { return input_position >= 0 || output_position >= 0; }
@@ -126,6 +129,7 @@ struct Run {
   std::uint32_t lanes;  // of a channel
   Mode mode;
   std::uint32_t round, batch;  // which one Mode::step takes; 0, 0 for Mode::run
+  bool weighs;                 // averages are made of means: see Average in engine/program.h
   bool scaled;                 // what is read of the input is multiplied by `factor` first (premul_sum)
 };
 static_assert(sizeof(Run) <= 4096, "arguments of a kernel");

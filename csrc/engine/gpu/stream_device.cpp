@@ -45,13 +45,15 @@ void StreamDevice::resize(std::size_t bytes) {
 }
 
 void StreamDevice::accumulate(const Call& call, std::span<void* const> dsts, std::span<const void* const> srcs,
-                              std::size_t count, double divisor) {
+                              std::size_t count, const Average& average) {
   gpu::Accumulate job{};
   std::copy(dsts.begin(), dsts.end(), job.dsts);
   job.copies = static_cast<std::int32_t>(dsts.size());
   job.factor = 1;
-  job.divisor = divisor;
+  job.divisor = average.divisor;
   job.scaled = -1;
+  job.weighs = !average.weights.empty();
+  if (srcs.size() <= gpu::kMostRanks) std::copy(average.weights.begin(), average.weights.end(), job.weights);
   launch(call, job, srcs, count);
 }
 

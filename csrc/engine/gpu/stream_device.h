@@ -30,7 +30,7 @@ class StreamDevice final : public Device {
 
   // Throw invalid_argument for more operands than a kernel takes.
   void accumulate(const Call& call, std::span<void* const> dsts, std::span<const void* const> srcs, std::size_t count,
-                  double divisor) override;
+                  const Average& average) override;
   void scale(const Call& call, void* dst, const void* src, std::size_t count) override;
   void copy(void* dst, const void* src, std::size_t bytes) override;
 

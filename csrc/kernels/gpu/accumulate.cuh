@@ -168,16 +168,24 @@ class Batch {
     }
   }
 
+  template <class Unit>
+  RINGREDUCE_BOTH typename Format::Value operand(std::int32_t k, const Unit& unit) const {
+    auto value = Format::widen(unit);
+    if constexpr (kScales)
+      if (job_.weighs) Format::multiply(value, job_.weights[k]);
+    return value;
+  }
+
   RINGREDUCE_BOTH void widen(std::int32_t k, Raw (&source)[kSize]) {
     scale(k, source);
     RINGREDUCE_UNROLL for (int j = 0; j < kSize; ++j) RINGREDUCE_UNROLL for (int u = 0; u < kUnits; ++u) values_[j][u] =
-        Format::widen(source[j].unit[u]);
+        operand(k, source[j].unit[u]);
   }
 
   RINGREDUCE_BOTH void combine(std::int32_t k, Raw (&source)[kSize]) {
     scale(k, source);
     RINGREDUCE_UNROLL for (int j = 0; j < kSize; ++j) RINGREDUCE_UNROLL for (int u = 0; u < kUnits; ++u)
-        Format::template combine<Op>(values_[j][u], Format::widen(source[j].unit[u]));
+        Format::template combine<Op>(values_[j][u], operand(k, source[j].unit[u]));
   }
 
   RINGREDUCE_BOTH void divide() {
