@@ -10,6 +10,12 @@ namespace {
 // The operation whose plans a call runs: a barrier is an all_reduce over nothing.
 Operation planned(Operation operation) { return operation == Operation::barrier ? Operation::all_reduce : operation; }
 
+Engine::Needs needs_of(const Call& call) {
+  const bool orders = call.reduce_op == ReduceOp::min || call.reduce_op == ReduceOp::max;
+  return {call.op != nullptr,
+          call.op == nullptr && reduces(call.operation) && narrow_float(call.dtype) && !orders};
+}
+
 }  // namespace
 
 Engine::Engine(int rank, int size, int channels, const Options& options, std::size_t most_slice_bytes)
@@ -49,16 +55,16 @@ const Engine::Choice* Engine::find(const Choices& choices, std::uint64_t bytes) 
 const Engine::Choice& Engine::choice_for(const Call& call) {
   const Operation operation = planned(call.operation);
   const std::uint64_t bytes = call.count * call.element_bytes();
-  const bool in_order = call.op != nullptr;
-  if (!in_order || !ask_)
+  const Needs needs = needs_of(call);
+  if (!needs.in_order || !ask_)
     if (const Choice* chosen = find(choices_[static_cast<std::size_t>(operation)], bytes)) return *chosen;
   const int root = has_root(operation) ? call.root : 0;
-  Choices& asked = asked_[{operation, root, in_order}];
+  Choices& asked = asked_[{operation, root, needs}];
   if (const Choice* chosen = find(asked, bytes)) return *chosen;
   if (!ask_)
     throw Error(ErrorKind::invalid_argument,
                 "no plan is registered for " + std::string(name(operation)) + " of this size");
-  PlanFor answer = ask_(operation, root, bytes, in_order);
+  PlanFor answer = ask_(operation, root, bytes, needs);
   const Choice choice{add_plan(std::move(answer.plan)), answer.slice_bytes, answer.least_bytes};
   return asked.insert_or_assign(answer.most_bytes, choice).first->second;
 }

@@ -8,6 +8,7 @@
 // tensors of the call under way hold undefined values, except that inputs that are not outputs too are untouched.
 #pragma once
 
+#include <compare>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -91,9 +92,14 @@ class Engine {
   };
   void add(const PlanFor& each) { choose(each.plan.operation, each.most_bytes, add_plan(each.plan), each.slice_bytes); }
 
-  // The plan for calls of `operation` with `root` (0 where there is none) over `bytes` of a block. `in_order`: one that
-  // combines in the order of ranks.
-  using Ask = std::function<PlanFor(Operation operation, int root, std::uint64_t bytes, bool in_order)>;
+  // What a call wants of its plan: that it combines in the order of ranks; that values go through few steps which
+  // combine, as each of them rounds.
+  struct Needs {
+    bool in_order = false, few_roundings = false;
+    auto operator<=>(const Needs&) const = default;
+  };
+  // The plan for calls of `operation` with `root` (0 where there is none) over `bytes` of a block.
+  using Ask = std::function<PlanFor(Operation operation, int root, std::uint64_t bytes, const Needs& needs)>;
   // From now on the first call that choose() has chosen nothing for asks for a plan, and so does each by an operator of
   // the user's own. To be called before any call.
   void ask_for_plans(Ask ask) { ask_ = std::move(ask); }
@@ -154,8 +160,8 @@ class Engine {
   const Options options_;
   const std::size_t most_slice_bytes_;
   std::vector<LoweredPlan> plans_;
-  std::vector<Choices> choices_;                               // per operation
-  std::map<std::tuple<Operation, int, bool>, Choices> asked_;  // by operation, root, in_order: what was asked for
+  std::vector<Choices> choices_;                                // per operation
+  std::map<std::tuple<Operation, int, Needs>, Choices> asked_;  // by operation and root: what was asked for
   Ask ask_;
   std::map<std::pair<int, int>, Program> programs_;  // (plan, root) -> this rank's part
   std::uint64_t sequence_ = 0;

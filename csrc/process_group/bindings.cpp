@@ -80,17 +80,17 @@ void put_off(py::error_already_set& raised) {
   if (Py_AddPendingCall(again, value) != 0) Py_DECREF(value);  // there are too many others
 }
 
-// (collective, root, bytes, in_order) -> (lowered, digest, least_bytes, most_bytes, slice_bytes)
+// (collective, root, bytes, in_order, few_roundings) -> (lowered, digest, least_bytes, most_bytes, slice_bytes)
 using AskPython =
     std::function<std::tuple<std::vector<std::int32_t>, std::uint64_t, std::uint64_t, std::uint64_t, std::size_t>(
-        const std::string&, int, std::uint64_t, bool)>;
+        const std::string&, int, std::uint64_t, bool, bool)>;
 
 Engine::Ask asked_of(AskPython ask) {
-  return [ask = std::move(ask)](Operation operation, int root, std::uint64_t bytes, bool in_order) {
+  return [ask = std::move(ask)](Operation operation, int root, std::uint64_t bytes, const Engine::Needs& needs) {
     Engine::PlanFor answer{};
     const auto once = [&] {
       auto [words, digest, least_bytes, most_bytes, slice_bytes] =
-          ask(std::string(name(operation)), root, bytes, in_order);
+          ask(std::string(name(operation)), root, bytes, needs.in_order, needs.few_roundings);
       answer = {{operation, std::move(words), digest}, most_bytes, slice_bytes, least_bytes};
     };
     with_python_errors(-1, [&] {

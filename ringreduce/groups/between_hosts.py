@@ -145,7 +145,7 @@ PACKED = {"float32": 1.0, "bfloat16": 1 / 2, "int8": 33 / 128, "int4": 17 / 128}
 
 @functools.lru_cache(maxsize=64)
 def plans_for(
-    hosts: Hosts, wire: Wire, slicing: Slicing, wire_dtype: str = "float32"
+    hosts: Hosts, wire: Wire, slicing: Slicing, wire_dtype: str = "float32", few_roundings: bool = False
 ) -> tuple[tuple[Rule, ...], Mapping[tuple[str, str], Plan]]:
     """What runs for which size between these hosts, and the plans by collective and name; the same on all ranks.
 
@@ -155,8 +155,15 @@ def plans_for(
     plans = {}
     for collective in plan.BUILDERS:
         if collective not in ROOTED:
+            packed = PACKED[wire_dtype]
             for begin, end, chosen in between.choose(
-                collective, hosts, wire.latency, wire.bandwidth, slicing=slicing, packed=PACKED[wire_dtype]
+                collective,
+                hosts,
+                wire.latency,
+                wire.bandwidth,
+                slicing=slicing,
+                packed=packed,
+                few_roundings=few_roundings,
             ):
                 rules.append(Rule(collective, chosen.name, begin, end))
                 plans[collective, chosen.name] = chosen
@@ -165,10 +172,12 @@ def plans_for(
 
 @functools.lru_cache(maxsize=256)
 def plans_for_root(
-    hosts: Hosts, wire: Wire, slicing: Slicing, collective: str, root: int
+    hosts: Hosts, wire: Wire, slicing: Slicing, collective: str, root: int, few_roundings: bool = False
 ) -> tuple[tuple[int | None, Plan], ...]:
     """The same for one rooted collective and root: up to which size of a block, exclusive, and the plan."""
-    chosen = between.choose(collective, hosts, wire.latency, wire.bandwidth, root, slicing=slicing)
+    chosen = between.choose(
+        collective, hosts, wire.latency, wire.bandwidth, root, slicing=slicing, few_roundings=few_roundings
+    )
     return tuple((end, each) for _, end, each in chosen)
 
 

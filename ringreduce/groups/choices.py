@@ -27,9 +27,11 @@ class Choices:
         self.rank, self.size, self.options, self.decision, self.links = rank, size, options, decision, links
 
     def ranges(
-        self, collective: str, root: int | None = None
+        self, collective: str, root: int | None = None, few_roundings: bool = False
     ) -> tuple[list[plan.Range], Mapping[tuple[str, str], plan.Plan]]:
-        """Ascending, and the plans among them that are not by an algorithm's name alone. None: what serves any root."""
+        """Ascending, and the plans among them that are not by an algorithm's name alone. None: what serves any root.
+
+        `few_roundings`: for elements that each step rounds."""
         users = plan.parse_algorithms(self.options.algorithms)
         topology = self.decision.topology
         own = dict(topology.plans()) if topology else {}
@@ -41,11 +43,11 @@ class Choices:
             between = self.links.order, self.links.wire, slicing
             by_root = root is not None and collective in between_hosts.BY_ROOT
             if by_root and not any(rule.collective == collective for rule in users):
-                for_root = between_hosts.plans_for_root(*between, collective, root or 0)
+                for_root = between_hosts.plans_for_root(*between, collective, root or 0, few_roundings)
                 return [plan.Range(end, each.name) for end, each in for_root], {
                     (collective, each.name): each for _, each in for_root
                 }
-            for_hosts, plans = between_hosts.plans_for(*between, self.options.wire_dtype)
+            for_hosts, plans = between_hosts.plans_for(*between, self.options.wire_dtype, few_roundings)
             own, decided = {**plans, **own}, (*decided, *for_hosts)
         return plan.ranges(collective, self.size, users, decided), own
 
@@ -58,9 +60,11 @@ class Choices:
         )
         return plan.ranges("all_reduce", self.size, users, decided)
 
-    def ask(self, collective: str, root: int, block_bytes: int, in_order: bool) -> tuple[list[int], int, int, int, int]:
+    def ask(
+        self, collective: str, root: int, block_bytes: int, in_order: bool, few_roundings: bool
+    ) -> tuple[list[int], int, int, int, int]:
         """(lowered for this rank, digest, least bytes, most bytes, slice bytes) of what serves such calls."""
-        ranges, own = (self.in_order(), {}) if in_order else self.ranges(collective, root)
+        ranges, own = (self.in_order(), {}) if in_order else self.ranges(collective, root, few_roundings)
         chosen = plan.lookup(ranges, block_bytes)
         begin = max((each.end for each in ranges if each.end is not None and each.end <= block_bytes), default=0)
         planned = own.get((collective, chosen.algorithm))

@@ -106,6 +106,7 @@ def choose(
     message: float = 5e-6,
     hop: float = 1e-6,
     memory: float = 5e9,
+    few_roundings: bool = False,
 ) -> list[tuple[int, int | None, Plan]]:
     """Which plan runs for blocks of `begin` bytes or more and less than `end`: (begin, end, plan), ascending, no gaps.
 
@@ -114,13 +115,14 @@ def choose(
     each of all_reduce, by plans that allow it: not one_shot, where all ranks complete the sum from what they were sent.
     `message`: seconds of a host to send or receive one more message, apart from its bytes.  `hop`: seconds from rank to
     rank inside a host.  `memory`: bytes per second that a rank combines or copies.  These three have round figures that
-    nobody measured; give a probe's.
+    nobody measured; give a probe's.  `few_roundings`: each step that combines rounds, as with 16-bit and 8-bit floats.
 
     The model is that of `cost`, ``first + (rounds - 1) * max(work, first / window)``, with the figures of `shapes`: it
     walks no programs.  It has one latency and bandwidth for all hosts and knows no contention.  So, as in `choose`,
     only a clear promise (`MARGIN`) leads away from the plan that asks least of a network, a ring, where each host hears
-    from one other; and, above the smallest slice, to one in which not every local rank carries its share.  A single
-    host gets the built-in plans.
+    from one other; and, above the smallest slice, to one in which not every local rank carries its share.  With
+    `few_roundings` this plan gives way to the one that rounds least often, among those in which as many local ranks
+    carry, that send no more bytes and are not slower by a clear margin.  A single host gets the built-in plans.
     """
     for name, value in {"latency": latency, "message": message, "hop": hop}.items():
         if not 0 <= value < inf:
@@ -155,6 +157,11 @@ def choose(
         best = min(times, key=times.__getitem__)  # also where not every local rank carries its share
         if times[best] < (1 if block_bytes <= cut.least_slice_bytes else MARGIN) * times[name]:
             name = best
+        if few_roundings:
+            kind, most = name.partition("_")[0], times[name] / MARGIN
+            alike = [each for each in times if each.startswith(kind) and times[each] <= most]
+            as_short = [each for each in alike if candidates[each].wire <= candidates[name].wire]
+            name = min(as_short, key=lambda each: (candidates[each].roundings, each != name, times[each]))
         chosen.append((block_bytes, name, 0))
     rules = list(sizes.ranges_between(collective, chosen))
     if len(hosts) == 1:
@@ -198,6 +205,8 @@ class Shape(NamedTuple):
     """Bytes that the rank that has most combines or copies, about."""
     chunk: float
     """Bytes of a chunk."""
+    roundings: int = 0
+    """Of a reduction: the steps that combine on the way of an input to the result, at most."""
 
 
 def shapes(collective: str, hosts: Hosts) -> dict[str, Shape]:
@@ -218,10 +227,10 @@ def shapes(collective: str, hosts: Hosts) -> dict[str, Shape]:
         gathers = collective == "all_gather"
         carried = ceil(size / least) if gathers else size - 1
         at_once = 1 if gathers and not inside else carried
-        found["hosts_ring"] = Shape(number - 1, inside, around, carried, around, around, size, 1)
-        found["hosts_direct"] = Shape(1, inside, once, at_once, once, once, size, 1)
+        found["hosts_ring"] = Shape(number - 1, inside, around, carried, around, around, size, 1, number - 1 + inside)
+        found["hosts_direct"] = Shape(1, inside, once, at_once, once, once, size, 1, 1 + inside)
         if most > 1:
-            found["direct"] = Shape(1, 0, flat, 1 if gathers else size - 1, flat, flat, size, 1)
+            found["direct"] = Shape(1, 0, flat, 1 if gathers else size - 1, flat, flat, size, 1, 1)
         return found
     for across, way in _between(collective, number).items():
         for kind, rails in (("hosts", most), ("leaders", 1)):
@@ -242,9 +251,10 @@ def shapes(collective: str, hosts: Hosts) -> dict[str, Shape]:
                 path=way.path,
                 local=local,
                 chunk=1 / (rails * way.chunks * way.channels),
+                roundings=way.roundings + inside,
             )
     if most > 1 and collective == "all_reduce":
-        found["one_shot"] = Shape(1, 0, flat, 1, flat, flat, size, 1)
+        found["one_shot"] = Shape(1, 0, flat, 1, flat, flat, size, 1, 1)
     return found
 
 
@@ -257,6 +267,7 @@ class _Way(NamedTuple):
     alone: int
     wire: float
     path: float
+    roundings: int = 0
     chunks: int = 1
     channels: int = 1
 
@@ -270,16 +281,16 @@ def _between(collective: str, hosts: int) -> Mapping[str, _Way]:
         least = 2 * others / hosts
         deep = max(map(_depth, tree.complementary_trees(hosts)))
         return {
-            "ring": _Way(2 * others, 2 * others, 2 * hosts - 1, 2 * others, least, least, hosts),
-            "two_shot": _Way(2 * some, 2 * others, 2 * hosts - 1, hosts, least, least, hosts),
-            "one_shot": _Way(some, others, 2, 1, others, others),
-            "tree": _Way(2 * deep, 2 * two, 2, 2, two, two * deep, channels=2),
+            "ring": _Way(2 * others, 2 * others, 2 * hosts - 1, 2 * others, least, least, others, hosts),
+            "two_shot": _Way(2 * some, 2 * others, 2 * hosts - 1, hosts, least, least, some, hosts),
+            "one_shot": _Way(some, others, 2, 1, others, others, some),
+            "tree": _Way(2 * deep, 2 * two, 2, 2, two, two * deep, deep, channels=2),
         }
     depth = hosts.bit_length() - 1  # of the heap-ordered tree
     return {
-        "ring": _Way(others, some, 1, 1, some, others),
-        "tree": _Way(depth, two, 1, 1, two, two * depth),
-        "direct" if collective == "broadcast" else "star": _Way(some, others, 1, 1, others, others),
+        "ring": _Way(others, some, 1, 1, some, others, others),
+        "tree": _Way(depth, two, 1, 1, two, two * depth, depth),
+        "direct" if collective == "broadcast" else "star": _Way(some, others, 1, 1, others, others, some),
     }
 
 

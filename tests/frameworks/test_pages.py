@@ -19,13 +19,16 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from bodies.roundings import roundings
 from distributed.harness import Rank, run
 from markdown_it import MarkdownIt
 from processes import GROUP_TIMEOUT, ROOT
 
 import ringreduce
-from ringreduce import cli, data, elastic, parameter_server
+from ringreduce import cli, data, elastic, parameter_server, plan
 from ringreduce.errors import InvalidArgument
+from ringreduce.groups.between_hosts import PACKED, Wire
+from ringreduce.plan import across_hosts
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
@@ -215,9 +218,9 @@ def test_the_reference_has_every_public_name() -> None:
             assert re.search(rf"\b{name}\b", said["errors"]), f"errors.{name}"
 
 
-def rows_of(section: str) -> list[list[str]]:
-    """The heading and the rows of the table of a section of support.md."""
-    text = (ROOT / "docs/support.md").read_text().partition(f"## {section}\n")[2].partition("\n## ")[0]
+def rows_of(section: str, page: str = "support") -> list[list[str]]:
+    """The heading and the rows of the table of a section."""
+    text = (ROOT / f"docs/{page}.md").read_text().partition(f"## {section}\n")[2].partition("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
     return [rows[0], *rows[2:]]
 
@@ -257,6 +260,41 @@ def dtypes(me: Rank, said: dict[str, dict[str, bool]]) -> None:
                 except InvalidArgument as error:
                     assert not works, f"{what} of {name}: {error}"
     assert not said, f"torch has no such dtypes: {said}"
+
+
+def test_roundings_that_the_table_has() -> None:
+    """Of the plans among n ranks, and of those among n hosts with one or several ranks each."""
+    heading, *rows = rows_of("Rounding and overflow")
+    said = {name: list(map(int, cells)) for names, _, *cells in rows for name in re.findall(r"`(\w+)`", names)}
+    known: set[str] = set()
+    for collective in ("all_reduce", "reduce", "reduce_scatter"):
+        for name in across_hosts.ACROSS[collective]:
+            known.add(name)
+            for n, most in zip((int(cell.removeprefix("n = ")) for cell in heading[2:]), said[name], strict=True):
+                if name in plan.BUILDERS[collective]:
+                    assert roundings(plan.build(collective, name, n)) == most, (collective, name, n)
+                for ranks in (1, 2, 3) if n <= 4 else ():
+                    hosts = [list(range(host * ranks, host * ranks + ranks)) for host in range(n)]
+                    found = roundings(across_hosts.build(collective, name, hosts))
+                    assert found == most + (ranks > 1), (collective, name, n, ranks)
+    assert said.keys() == known
+
+
+def test_sizes_that_are_too_small_to_compress() -> None:
+    """Those of one_shot, where all ranks complete the sum, so that it may not be rounded."""
+
+    def least(shape: str, network: str, packed: float = 1.0) -> int:
+        (number, ranks), (gigabits, delay) = map(int, shape.split(", ")), map(int, re.findall(r"\d+", network))
+        hosts = [list(range(host * ranks, host * ranks + ranks)) for host in range(number)]
+        chosen = across_hosts.choose("all_reduce", hosts, delay * 1e-6, gigabits / 8 * 1e9, packed=packed)
+        return max(end for _, end, each in chosen if each.name.endswith("one_shot") and end)
+
+    (_, *networks), *rows = rows_of("What is too small", "compression")
+    for shape, *cells in rows:
+        for network, cell in zip(networks, cells, strict=True):
+            assert least(shape, network) == int(cell.removesuffix(" KB")) * 1024, (shape, network)
+    assert least("2, 1", networks[0], PACKED["int8"]) == 32 * 1024
+    assert networks[0] == f"{Wire().bandwidth * 8e-9:.0f} Gbit/s, {Wire().latency * 1e6:.0f} us"
 
 
 CALLS: dict[str, Callable[[Any, Any, int], None]] = {

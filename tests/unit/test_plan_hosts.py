@@ -5,10 +5,11 @@ from itertools import pairwise
 
 import pytest
 from bodies.plan_results import check_results
+from bodies.roundings import roundings
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringreduce.plan import Plan, PlanError, Read, Step, across_hosts, slot_depth, table, verify
+from ringreduce.plan import Plan, PlanError, Read, Step, across_hosts, layout, slot_depth, table, verify
 from ringreduce.plan import build as build_flat
 from ringreduce.plan.across_hosts import ACROSS, BY_BLOCKS, Hosts, build, choose, shapes
 from ringreduce.plan.choose import ROOTED
@@ -295,6 +296,20 @@ def test_large_all_reduces_go_by_plans_that_can_be_packed_if_they_are(shape: Hos
         assert {hops(plan, shape) for begin, _, plan in ranges if begin <= 1024} == {1}
 
 
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce", "reduce_scatter"])
+@pytest.mark.parametrize("shape", [even(2, 2), even(3, 1), even(4, 3), even(8, 2), [[0, 1, 2], [3], [4]]], ids=str)
+def test_what_rounds_least_often_is_chosen_if_it_sends_no_more(collective: str, shape: Hosts) -> None:
+    for latency, bandwidth in ((50e-6, 125e6), (20e-6, 12.5e9)):
+        usual = choose(collective, shape, latency, bandwidth)
+        chosen = choose(collective, shape, latency, bandwidth, few_roundings=True)
+        for begin, _, plan in chosen:
+            instead_of = next(other for _, end, other in usual if end is None or begin < end)
+            assert max(bytes_out(plan, shape)) <= max(bytes_out(instead_of, shape))
+            assert roundings(plan) <= roundings(instead_of)
+        if collective == "all_reduce" or (collective == "reduce_scatter" and len(shape[0]) == len(shape[1])):
+            assert {roundings(plan) for _, _, plan in chosen} == {1 + (len(shape[0]) > 1)}
+
+
 @pytest.mark.parametrize("collective", sorted(set(ACROSS) - {"all_reduce"}))
 def test_small_blocks_of_all_others_take_one_delay(collective: str) -> None:
     for shape in (even(2, 2), even(4, 1), even(4, 2), [[0, 1, 2], [3], [4]]):
@@ -323,6 +338,7 @@ def test_the_model_counts_as_the_plans_do(collective: str, shape: Hosts) -> None
         assert Fraction(figures.chunk).limit_denominator(1000) == Fraction(1, chunks)
         assert sends <= figures.sends <= sends + 2
         assert figures.delays == hops(plan, shape)
+        assert not layout(collective, size).reduces or figures.roundings == roundings(plan)
         if collective != "reduce" and across != "tree" and collective not in across_hosts.PLAIN:
             assert Fraction(figures.wire).limit_denominator(1000) == max(bytes_out(plan, shape))
         assert figures.wire >= max(bytes_out(plan, shape)) - 1e-9
