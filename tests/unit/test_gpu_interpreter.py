@@ -176,6 +176,17 @@ def test_average(interpreter: Any, size: int, algorithm: str) -> None:
     check(reports, outputs, [[sum(array for (array,) in inputs) / np.float32(size)]] * size)
 
 
+@pytest.mark.parametrize("stepwise", [False, True])
+@pytest.mark.parametrize("plan", [build("all_reduce", "two_shot", 3), build("all_reduce", "ring", 5), RELAYED])
+def test_averages_of_narrow_floats_do_not_overflow(interpreter: Any, plan: Plan, stepwise: bool) -> None:
+    largest = [np.full(201, np.finfo(np.float16).max) for _ in range(plan.size)]
+    ranks = plan.size if plan.collective == "all_reduce" else 1
+    outputs = [[np.zeros(201, np.float16)] if rank < ranks else [] for rank in range(plan.size)]
+    how: dict[str, Any] = {"divisor": float(plan.size), "weighs": True, "lanes": 2, "stepwise": stepwise}
+    reports = run(interpreter, plan, [[each] for each in largest], outputs, "float16_sum", **how)
+    check(reports, outputs, [[largest[0]] for _ in range(ranks)] + [[]] * (plan.size - ranks))
+
+
 @pytest.mark.parametrize("plan", [build("all_reduce", "two_shot", 4), build("all_reduce", "ring", 4), RELAYED])
 def test_factors(interpreter: Any, plan: Plan) -> None:
     rng = np.random.default_rng(3)
