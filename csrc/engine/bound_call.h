@@ -60,7 +60,7 @@ struct BoundStep {
   bool scaled = false;           // the local operand is multiplied by the call's factor first
   bool streams_output = false;   // past the caches
   Average average = {};
-  std::size_t begin = 0;         // of all_reduce: where the chunk begins in the tensor
+  std::size_t begin = 0;  // of all_reduce: where the chunk begins in the tensor
 };
 
 struct BoundChannel {

@@ -12,8 +12,7 @@ Operation planned(Operation operation) { return operation == Operation::barrier 
 
 Engine::Needs needs_of(const Call& call) {
   const bool orders = call.reduce_op == ReduceOp::min || call.reduce_op == ReduceOp::max;
-  return {call.op != nullptr,
-          call.op == nullptr && reduces(call.operation) && narrow_float(call.dtype) && !orders};
+  return {call.op != nullptr, call.op == nullptr && reduces(call.operation) && narrow_float(call.dtype) && !orders};
 }
 
 }  // namespace

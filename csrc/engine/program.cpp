@@ -259,7 +259,8 @@ class ProgramReader {
     for (ChannelProgram& channel : program_.channels) {
       std::vector<bool> output(channel.chunks, false);  // whether the chunk in the output is a part
       for (Step& step : channel.steps) {
-        const bool of_parts = step.operands() > 1 || step.read == Read::input || (step.read == Read::output && output[step.chunk]);
+        const bool of_parts =
+            step.operands() > 1 || step.read == Read::input || (step.read == Read::output && output[step.chunk]);
         step.partial = of_parts && !step.completes;
         if (step.write_position >= 0) output[step.chunk] = step.partial;
       }
@@ -278,10 +279,10 @@ class ProgramReader {
   const Part part_;
   Reader in_;
   Program program_;
-  std::vector<Span> recv_of_, send_of_;              // of each step of this rank
-  std::vector<std::vector<Sent>> sent_in_;           // per rank, of the channel at hand: its sends
-  std::vector<bool> alike_;                          // per rank: whether it is left out, as it does what this one does
-  std::vector<int> completed_;                       // per chunk of it: by how many steps of the ranks that are not
+  std::vector<Span> recv_of_, send_of_;     // of each step of this rank
+  std::vector<std::vector<Sent>> sent_in_;  // per rank, of the channel at hand: its sends
+  std::vector<bool> alike_;                 // per rank: whether it is left out, as it does what this one does
+  std::vector<int> completed_;              // per chunk of it: by how many steps of the ranks that are not
 };
 
 }  // namespace

@@ -94,11 +94,10 @@ struct Average {
   double divisor = 1;
 };
 
-// 16-bit and 8-bit floats are rounded in every step that combines, and a sum of several may be too large for them. So
-// what a step makes of k inputs is their mean: it weighs each operand by the number of inputs in it, and divides by k.
-// (Both numbers are divided by the power of two from k on, so that no sum is too large for float32 either. All of this
-// is exact in float32 but for the sum and the division, and so a step that has all inputs gives the bits of a plain sum
-// that is divided.) Wider elements are summed, and divided where the last inputs come in.
+// 16-bit and 8-bit floats are rounded by each step that combines. So it makes the mean of the k inputs in its operands,
+// which is never too large, and not their sum: it weighs each operand by the number of inputs in it, and divides by k.
+// Both numbers are divided by the power of two from k on, so that sums of bfloat16 fit float32; no other bit depends on
+// that. Wider elements are summed, and divided by the step that completes the sum.
 Average average_of(const Call& call, const Step& step, int size);
 
 }  // namespace ringreduce

@@ -49,10 +49,12 @@ void stress_malformed_plans() {
     }
   }
   // size, channels, share, chunks; then per rank steps and sends, and the one step of rank 0
-  check(!binds(Operation::all_reduce, {2, 1, 0, 1, 1, 1, 1, 0, 0, 0, 1, 0, 0, 0, -1, 0, 0, 0, 0}, 2),
+  check(!binds(Operation::all_reduce, {2, 1, 0, 1, 1, 1, 1, 0, 0, 0, 1, 1, 0, 0, -1, 0, 0, 0, 0}, 2),
         "a plan that writes nothing's value was accepted");
-  check(binds(Operation::all_reduce, {2, 1, 0, 1, 1, 1, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0}, 2),
+  check(binds(Operation::all_reduce, {2, 1, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0}, 2),
         "a plan that copies was refused");
+  check(!binds(Operation::all_reduce, {2, 1, 0, 1, 1, 1, 1, 0, 0, 1, 1, 2, 0, 0, 0, 0, 0, 0, 0}, 2),
+        "a plan that has two ranks' inputs in one rank's was accepted");
   check(!binds(Operation::all_to_all, {2048, 1, 0, 1, 1, 1 << 20}, 2048), "a plan of 2^42 chunks was accepted");
   std::printf("malformed plans: %d refused, %d accepted\n", refused, accepted);
 }

@@ -133,23 +133,20 @@ Lowered one_shot(int size) {
 
 Lowered two_shot(int size) {
   return lower(
-      size, {{1, size, each_rank(size, [&](int rank) {
-                const std::vector<int> peers = others(rank, size);
-                Steps steps;
-                for (int owner : peers)
-                  steps.push_back({.chunk = owner, .reads = true, .returned = true, .sends = {owner}});
-                PlanStep combine{.chunk = rank, .reads = true, .writes = true, .inputs = size};
-                for (int peer : peers) combine.receives.emplace_back(peer, (rank - peer + size) % size - 1);
-                combine.sends = peers;
-                steps.push_back(combine);
-                for (int owner : peers)
-                  steps.push_back({.chunk = owner,
-                                   .writes = true,
-                                   .inputs = size,
-                                   .returned = true,
-                                   .receives = {{owner, size - 1}}});
-                return steps;
-              })}});
+      size,
+      {{1, size, each_rank(size, [&](int rank) {
+          const std::vector<int> peers = others(rank, size);
+          Steps steps;
+          for (int owner : peers) steps.push_back({.chunk = owner, .reads = true, .returned = true, .sends = {owner}});
+          PlanStep combine{.chunk = rank, .reads = true, .writes = true, .inputs = size};
+          for (int peer : peers) combine.receives.emplace_back(peer, (rank - peer + size) % size - 1);
+          combine.sends = peers;
+          steps.push_back(combine);
+          for (int owner : peers)
+            steps.push_back(
+                {.chunk = owner, .writes = true, .inputs = size, .returned = true, .receives = {{owner, size - 1}}});
+          return steps;
+        })}});
 }
 
 Lowered ring(int size) { return lower(size, {ring_channel(size, 1, false)}); }

@@ -79,7 +79,7 @@ struct Tensors {
 // The most threads of a block that the kernels are compiled for, and what they are launched with. With more of them no
 // two sources of a narrow dtype would fit their registers at once.
 inline constexpr unsigned kBlockThreads = 384;
-// The most steps of a batch: a block lays them out in its shared memory, a bit more than half a KB each.
+// The most steps of a batch: a block lays them out in its shared memory, a bit more than 0.8 KB each.
 inline constexpr std::uint32_t kMostSteps = 16;
 
 // How the kernel takes the batches.

@@ -15,10 +15,10 @@ struct Accumulate {
   void* dsts[2];
   const void* srcs[kMostRanks];
   float weights[kMostRanks];  // of the sources: they are multiplied by them, if the job weighs
-  std::uint64_t count;  // of the kernel's elements: see Kernel::parts
-  double factor;        // srcs[scaled] is multiplied by it first, and rounded (premul_sum)
-  double divisor;       // the result is divided by it before it is rounded (avg)
-  std::int32_t copies;  // 0 to 2
+  std::uint64_t count;        // of the kernel's elements: see Kernel::parts
+  double factor;              // srcs[scaled] is multiplied by it first, and rounded (premul_sum)
+  double divisor;             // the result is divided by it before it is rounded (avg)
+  std::int32_t copies;        // 0 to 2
   std::int32_t n;
   std::int32_t scaled;  // -1: none
   bool weighs;
