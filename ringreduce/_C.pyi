@@ -158,7 +158,7 @@ class Settings:
         join_gpus: Callable[[ProcessGroupRing, int, int], None],
         topology: str,
         number: int,
-        ask: Callable[[str, int, int, bool], tuple[list[int], int, int, int, int]],
+        ask: Callable[[str, int, int, bool, bool], tuple[list[int], int, int, int, int]],
     ) -> None: ...
 
 class LinkCounters:

@@ -1,5 +1,4 @@
-"""16-bit and 8-bit floats against float64: reductions by every plan round as often as docs/support.md says, and averages
-do not overflow."""
+"""Reductions of 16-bit and 8-bit floats against float64: how often every plan rounds, and no average overflows."""
 
 from __future__ import annotations
 
