@@ -4,8 +4,8 @@
 #include <sched.h>
 
 #include <csignal>
+#include <exception>
 #include <string>
-#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -23,8 +23,8 @@ inline bool pin(int core) {
 }
 
 // A thread that takes none of the process's signals but those of its own faults: they are for the program's threads. It
-// does not inherit the starter's floating-point environment either. Throws Error(system) where std::thread would throw
-// its own.
+// does not inherit the starter's floating-point environment either. Throws Error(system) where std::thread, or memory,
+// would throw its own.
 template <class F>
 std::thread start_thread(F&& body) {
   sigset_t all, before;
@@ -38,7 +38,7 @@ std::thread start_thread(F&& body) {
       const DefaultFloatEnvironment environment;
       body();
     });
-  } catch (const std::system_error& error) {
+  } catch (const std::exception& error) {
     refusal = error.what();
   }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);

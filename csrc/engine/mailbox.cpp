@@ -65,6 +65,12 @@ void Mailbox::post(const std::shared_ptr<Message>& message) {
     if (message->peer != kAnySource && !peers_[static_cast<std::size_t>(message->peer)].here)
       throw Error(ErrorKind::peer_lost, title(*message) + ": " + team_->fate().number(message->peer) + " is not there",
                   message->peer);
+    try {
+      // Before anything moves: a message cannot be withdrawn once part of it has.
+      if (!driver_.joinable()) driver_ = start_thread([this] { drive(); });
+    } catch (const Error& error) {
+      throw Error(error.kind(), title(*message) + ": " + error.what());
+    }
     message->posted = now();
     all_.push_back(message);
     if (message->sends)
@@ -76,18 +82,7 @@ void Mailbox::post(const std::shared_ptr<Message>& message) {
     pending = !message->done;
     finished.swap(finished_);
   }
-  finish(std::move(finished));
-  if (!pending) return;
-  {
-    std::lock_guard lock(mutex_);
-    try {
-      if (!driver_.joinable() && !stopping_) driver_ = start_thread([this] { drive(); });
-    } catch (const Error& error) {
-      if (!message->done) withdraw(message, error);
-    }
-    finished.swap(finished_);
-  }
-  work_.notify_all();
+  if (pending) work_.notify_all();
   finish(std::move(finished));
 }
 

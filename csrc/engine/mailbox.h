@@ -7,7 +7,7 @@
 // between two ranks with the same tag are received in the order they were sent.
 //
 // Thread-safe. A thread that waits drives the progress of all messages. Messages that nobody waits for are driven by a
-// thread of the mailbox, which the first message that does not end at once starts.
+// thread of the mailbox, which the first message starts.
 //
 // A message that times out breaks the group, since part of it may be under way. One that meets a receive of another
 // size or dtype does not: it is dropped, and the receive throws mismatch. A receive from any source ends with peer_lost
@@ -61,7 +61,7 @@ class Mailbox {
   Mailbox(std::shared_ptr<Team> team, const Patience& patience);
   ~Mailbox();
 
-  // Starts a message; it moves as far as it can at once.
+  // Starts a message; it moves as far as it can at once. If this throws, nothing of it has moved.
   void post(const std::shared_ptr<Message>& message);
   // Ends when the message is done; throws its error. Throws timeout when `patience` is over; the message lives on then.
   void wait(const std::shared_ptr<Message>& message, Nanoseconds patience = kForever);

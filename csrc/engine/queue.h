@@ -66,8 +66,8 @@ class CallQueue {
       std::lock_guard lock(mutex_);
       throw_if_stopping();
       if (!thread_.joinable()) thread_ = start_thread([this] { drive(); });
+      posted_.push_back({last_turn_, std::move(call), std::move(done)});
       turn = last_turn_++;
-      posted_.push_back({turn, std::move(call), std::move(done)});
       ++not_done_;
     }
     posted_came_.notify_one();

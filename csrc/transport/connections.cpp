@@ -191,7 +191,7 @@ bool Connections::flush(int peer, Link& link) {
     const bool was_full = connection.is_full();
     try {
       connection.send(link.queue, link.leaving, unsent_);
-    } catch (const Error& error) {
+    } catch (const std::exception& error) {
       break_link(peer, link, error.what());
       return true;
     }

@@ -8,7 +8,8 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from distributed.harness import Rank
 
 import ringreduce
-from ringreduce.errors import Aborted, CollectiveMismatch, CollectiveTimeout, InvalidArgument, RingReduceError
+from ringreduce.errors import Aborted, CollectiveMismatch, CollectiveTimeout, InvalidArgument, RingReduceError, SystemFailure
 
 MB16 = 4 * 1024 * 1024  # float32 elements
 NOTICED = 1.0  # seconds in which all ranks must know of a death or a mismatch
@@ -269,6 +270,53 @@ def recv_another_size(me: Rank) -> None:
             dist.recv(tensor, 0, tag=2)
             assert torch.equal(tensor, torch.ones(10))
         dist.all_reduce(torch.ones(10))
+
+
+@contextmanager
+def no_threads() -> Iterator[None]:
+    """No thread can start: there is no room for its stack, and none is left of threads that have ended."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    over = threading.Event()
+    resource.setrlimit(resource.RLIMIT_AS, (used_memory() + (1 << 20), hard))
+    try:
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            while True:
+                threading.Thread(target=over.wait).start()
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        over.set()
+
+
+def used_memory() -> int:
+    """Bytes of address space."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def begin_without_threads(me: Rank) -> None:
+    """Messages, and an all_reduce, that rank 0 begins while no thread can start; and what it makes of them later."""
+    with me.join():
+        first, second, got = torch.full((MB16,), 1.0), torch.full((MB16,), 2.0), torch.zeros(MB16)
+        if me.rank == 0:
+            me.meet("the other one has sent")
+            with no_threads():
+                for call in (
+                    lambda: dist.isend(first, 1),
+                    lambda: dist.irecv(got, 1),
+                    lambda: dist.all_reduce(first, async_op=True),
+                ):
+                    kind, message, *_ = error_of(call)
+                    assert kind is SystemFailure and "cannot start a thread" in message
+            works = [dist.isend(second, 1), dist.irecv(got, 1)]
+        else:
+            works = [dist.isend(first, 0)]
+            me.meet("the other one has sent")
+            works.append(dist.irecv(got, 0))
+        for work in works:
+            work.wait()
+        assert torch.equal(got, first if me.rank == 0 else second)
+        dist.all_reduce(first, async_op=True).wait()
+        assert torch.equal(first, second)
 
 
 def destroy_early(me: Rank) -> Any:

@@ -15,6 +15,7 @@ from bodies.faults import (
     MISMATCHES,
     NOTICED,
     abort_while_waiting,
+    begin_without_threads,
     call_something_else,
     destroy_early,
     gather_late,
@@ -170,6 +171,13 @@ def test_leaving_out_a_call_is_a_mismatch() -> None:
 
 def test_recv_of_another_size_or_dtype_leaves_the_group_usable() -> None:
     run(recv_another_size, 2)
+
+
+# what runs out
+
+
+def test_what_has_no_thread_moves_nothing() -> None:
+    run(begin_without_threads, 2)
 
 
 # ends
