@@ -69,10 +69,10 @@ def compressed(kind: str = "int8", *, feedback: bool = True, share: float = 0.01
     bucket) to all others, as 8 bytes an element, and the rest counts as zero. Gradients are float32, float16 or
     bfloat16, on the CPU.
 
-    With `feedback`, what a rank has cut off is added to its next gradient. It takes as much memory as the gradients in
-    float32. It belongs to this hook and to DDP's buckets, so give each model a hook of its own; when DDP rebuilds its
-    buckets, it is dropped. The hook's `reset()` drops it too: call that after a step that you skip, such as one whose
-    gradients have overflowed, and when you load a checkpoint.
+    With `feedback`, what a rank has cut off is added to its next gradient. It takes 4 bytes for each element that the
+    rank rounds, with "topk" for each element of its gradients. It belongs to this hook and to DDP's buckets, so give
+    each model a hook of its own; when DDP rebuilds its buckets, it is dropped. The hook's `reset()` drops it too: call
+    that after a step that you skip, such as one whose gradients have overflowed, and when you load a checkpoint.
 
     `compress_ddp` registers it. To do that yourself, pass the model's group as the state that register_comm_hook takes:
     `model.register_comm_hook(model.process_group, hook)`. Raises `InvalidArgument` for another `kind` or `share`, and

@@ -71,8 +71,12 @@ BoundCall::BoundCall(const Team& team, const Program& program, const Call& call,
   offers_ = combined && (opens_memory() || team.in_arena(outputs_[0].data, outputs_[0].count * element_));
 
   for (std::size_t c = 0; c < channels_.size(); ++c)
-    for (const Step& step : program.channels[c].steps)
-      channels_[c].steps.push_back(bind(team, program.channels[c], step));
+    for (const Step& step : program.channels[c].steps) {
+      BoundStep& bound = channels_[c].steps.emplace_back(bind(team, program.channels[c], step));
+      if (!bound.rounds) continue;
+      bound.rests = rounded_ * element_;
+      rounded_ += range(outputs_[0], program.channels[c], step).size();
+    }
   for (const BoundChannel& channel : channels_)
     for (const BoundStep& step : channel.steps)
       has_choice_ |= (step.stays && step.place != Place::arena) || (moves(step) && !reduces(call.operation));
@@ -134,7 +138,7 @@ BoundStep BoundCall::bind(const Team& team, const ChannelProgram& channel, const
     bound.output = chunk(outputs_[static_cast<std::size_t>(step.write_position)], channel, step);
   for (const int peer : step.send) (team.elsewhere(peer) ? bound.leaves : bound.stays) = true;
   bound.scaled = scaled_ && step.read == Read::input;
-  if (call_.operation == Operation::all_reduce) bound.begin = range(outputs_[0], channel, step).begin * element_;
+  bound.rounds = packing_ != Packing::none && (step.completes || (step.partial && bound.leaves));
   bound.average = average_of(call_, step, team.size());
   if (step.returned && offers_)  // a peer on another host cannot write here
     bound.returned = !team.elsewhere(step.recv.empty() ? step.send[0] : step.recv[0].peer);

@@ -60,7 +60,8 @@ struct BoundStep {
   bool scaled = false;           // the local operand is multiplied by the call's factor first
   bool streams_output = false;   // past the caches
   Average average = {};
-  std::size_t begin = 0;  // of all_reduce: where the chunk begins in the tensor
+  bool rounds = false;    // a part of a sum that leaves the host, or the result that it completes;
+  std::size_t rests = 0;  // where the rests of that begin, in bytes
 };
 
 struct BoundChannel {
@@ -89,6 +90,8 @@ class BoundCall {
   // Of the largest value, bytes.
   std::size_t largest() const { return largest_; }
   Packing packing() const { return packing_; }
+  // How many elements this rank rounds.
+  std::size_t rounded() const { return rounded_; }
   // The way that was asked for, or `copy` where the call cannot go that way.
   Way way() const { return way_; }
   // Whether anything may be lent from outside of the arena.
@@ -128,6 +131,7 @@ class BoundCall {
   std::size_t element_;  // bytes
   std::size_t slice_bytes_, spread_bytes_, largest_ = 0;
   Packing packing_;
+  std::size_t rounded_ = 0;
   bool in_place_;  // the one input is the one output
   bool scaled_;    // inputs are multiplied by the call's factor
   Way way_ = Way::copy;

@@ -94,6 +94,12 @@ std::size_t Engine::slice_bytes(const Call& call, const Program& program, std::s
   return call.op == nullptr ? slice : std::max(slice / call.op->element_bytes, std::size_t{1}) * call.op->element_bytes;
 }
 
+Engine::Planned Engine::plan_of(const Call& call) {
+  const Choice& choice = choice_for(call);
+  const Program& program = program_for(call, choice.plan);
+  return {&program, slice_bytes(call, program, choice.slice_bytes)};
+}
+
 void Engine::check(const Call& call, int size) {
   if (reduces(call.operation) && moves_only(call.dtype))
     throw Error(ErrorKind::invalid_argument,

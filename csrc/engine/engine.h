@@ -11,6 +11,7 @@
 #include <compare>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <map>
 #include <string>
@@ -147,7 +148,31 @@ class Engine {
   // The part of any rank.
   Program program_of(int rank, const Call& call, int plan) const;
   std::size_t slice_bytes(const Call& call, const Program& program, std::size_t chosen) const;
+  // This rank's part of the plan for a call, which stays valid, and how large its slices are.
+  struct Planned {
+    const Program* program;
+    std::size_t slice_bytes;
+  };
+  Planned plan_of(const Call& call);
   std::uint64_t next_call() { return ++sequence_; }
+
+  // f(), which gets what this rank alone needs for its next call. An error other than wrong arguments breaks the group,
+  // since the others must not wait for this rank.
+  template <class F>
+  decltype(auto) or_tell_the_others(const Call& call, F f) {
+    const auto tell = [&](ErrorKind kind, const char* why, int culprit) {
+      fail(Error(kind, title(call, sequence_ + 1) + ": " + why, culprit >= 0 ? culprit : rank_));
+    };
+    try {
+      return f();
+    } catch (const Error& error) {
+      if (error.kind() != ErrorKind::invalid_argument) tell(error.kind(), error.what(), error.culprit());
+      throw;
+    } catch (const std::exception& error) {  // out of memory
+      tell(ErrorKind::system, error.what(), rank_);
+      throw;
+    }
+  }
   const Options& options() const { return options_; }
   // How often choose() was called: what was chosen before may have changed since.
   int choices_made() const { return choices_made_; }

@@ -250,7 +250,7 @@ void Execution::publish(const At& at, const BoundStep& step, const Value& value,
   slot.stamp.store(seq + 1, std::memory_order_release);
   SlotValue sent{.data = lent == nullptr ? value.room : lent, .lent = lent != nullptr};
   if (step.leaves && bound_.packing() != Packing::none)
-    pack_for_others(sent, value.bytes, step.step->partial ? rests_of(at, step) : nullptr);
+    pack_for_others(sent, value.bytes, step.step->completes ? nullptr : rests_of(at, step));
   for (const int peer : step.step->send) team_.peer(peer).slot_filled(channel, seq, sent);
   sends_away_ |= step.leaves;
   if (lent != nullptr && step.stays) lent_ += value.bytes;

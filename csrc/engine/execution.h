@@ -139,7 +139,7 @@ class Execution {
   void pack_for_others(SlotValue& value, std::size_t bytes, std::byte* rests) const;
   // The rests of what the step makes in this round.
   std::byte* rests_of(const At& at, const BoundStep& step) const {
-    return rests_ == nullptr ? nullptr : rests_ + step.begin + at.round * bound_.slice_bytes();
+    return rests_ == nullptr || !step.rounds ? nullptr : rests_ + step.rests + at.round * bound_.slice_bytes();
   }
 
   ChannelState::Round& round_of(const At& at) const {

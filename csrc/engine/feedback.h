@@ -2,7 +2,7 @@
 // sends the next time. So nothing is lost, only late (Seide et al. 2014; Karimireddy et al. 2019).
 //
 // A rank rounds an element at most once a call: as a partial sum that leaves the host, or as the result that it
-// completes. So the rests of a call have one place for each element of its tensor.
+// completes. The rests of a call have a place for each element that this rank rounds.
 #pragma once
 
 #include <cstddef>
@@ -16,8 +16,8 @@ namespace ringreduce {
 // Of one tensor's calls. Of calls that run at the same time, all but one find no rests, and the last one's stay.
 class Feedback {
  public:
-  // The rests, a float32 for each of `count` elements: those of the latest call if that had this `key` too, else 0. The
-  // caller has them for itself until put().
+  // The rests, a float32 for each of the `count` elements that are rounded: those of the latest call if that had this
+  // `key` too, else 0. The caller has them for itself until put().
   std::vector<float> take(std::uint64_t key, std::size_t count) {
     std::vector<float> rests;
     const std::lock_guard lock(mutex_);

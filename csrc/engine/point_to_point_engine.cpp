@@ -68,17 +68,14 @@ Tally PointToPointEngine::run(const Call& asked, const Buffers& given) {
     call.count = call.largest = token_count;
     buffers.input = buffers.output = {{&token_data, 1}, {&token_count, 1}};
   }
-  const Choice& choice = choice_for(call);
-  const Program& program = program_for(call, choice.plan);
-  const Timetable& timetable = timetables_.try_emplace(&program, program).first->second;
-
+  const auto [program, slice] = or_tell_the_others(call, [&] { return plan_of(call); });
   const std::uint64_t seq = next_call();
   const std::string what = title(call, seq);
   const Nanoseconds deadline = now() + call.timeout;
   try {
-    Tally tally{.waited = compare(header_of(asked, seq, program.digest), what, deadline)};
-    Exchange exchange(*wire_, *device_,
-                      {program, timetable, call, buffers, slice_bytes(call, program, choice.slice_bytes)});
+    Tally tally{.waited = compare(header_of(asked, seq, program->digest), what, deadline)};
+    const Timetable& timetable = timetables_.try_emplace(program, *program).first->second;
+    Exchange exchange(*wire_, *device_, {*program, timetable, call, buffers, slice});
     try {
       exchange.run(deadline);
     } catch (const Error& error) {

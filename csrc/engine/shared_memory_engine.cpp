@@ -58,10 +58,9 @@ const BoundCall& SharedMemoryEngine::bind(const Call& call, const Buffers& buffe
   for (const BoundCall& known : bound_)
     if (known.serves(call, buffers, way)) return known;
   check(call, size());
-  const Choice& choice = choice_for(call);
-  const Program& program = program_for(call, choice.plan);
+  const auto [program, slice] = plan_of(call);
   if (bound_.size() == kBound) bound_.pop_back();
-  bound_.emplace_front(*team_, program, call, buffers, slice_bytes(call, program, choice.slice_bytes), options(), way);
+  bound_.emplace_front(*team_, *program, call, buffers, slice, options(), way);
   if (bound_.front().has_choice() && bound_.front().fills_slots()) populate(bound_.front());
   return bound_.front();
 }
@@ -78,25 +77,27 @@ void SharedMemoryEngine::populate(const BoundCall& bound) {
     for (std::uint64_t seq = 0; seq < geometry.depth; ++seq) team_->own().populate(channel, seq, bytes);
 }
 
-// Binds the call. An error other than wrong arguments happens on this rank alone, so it breaks the group: the others
-// must not wait for this rank.
-const BoundCall& SharedMemoryEngine::bind_or_abort(const Call& call, const Buffers& buffers, Way way) {
-  try {
-    return bind(call, buffers, way);
-  } catch (const Error& error) {
-    if (error.kind() != ErrorKind::invalid_argument) team_->fate().abort(error);
-    throw;
-  }
-}
-
 Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
   team_->fate().throw_if_aborted();
   const std::size_t bytes = bytes_of(call);
   const bool is_small = bytes < std::min(kernels::kLeastStreamed, options().least_fetch_bytes);
-  const auto [way, timed_if_choice] = is_small ? std::pair(Way::copy, false) : ways_.next(call, bytes);
-  const BoundCall& bound = bind_or_abort(call, buffers, way);
+  bool timed = false, feeds_back = false;
+  std::uint64_t rounding = 0;
+  std::vector<float> rests;
+  const BoundCall& bound = or_tell_the_others(call, [&]() -> const BoundCall& {
+    const auto [way, timed_if_choice] = is_small ? std::pair(Way::copy, false) : ways_.next(call, bytes);
+    const BoundCall& found = bind(call, buffers, way);
+    timed = timed_if_choice && found.has_choice();
+    feeds_back = call.feedback != nullptr && found.packing() != Packing::none;
+    // Rests belong to the places where this plan rounds in this group, and to what it makes there.
+    rounding = mix(mix(mix(number_, found.program().digest), call.count),
+                   static_cast<std::uint64_t>(call.reduce_op) << 32 | static_cast<std::uint64_t>(call.packing));
+    // If the call fails they are lost: they would be those of some of its values only.
+    if (feeds_back) rests = call.feedback->take(rounding, found.rounded());
+    placement_.settle();
+    return found;
+  });
   const Program& program = bound.program();
-  placement_.settle();
   const Patience& patience = options().patience;
   const bool by_mates = patience.looks_by_mates && bytes < kernels::kLeastStreamed && !has_root(call.operation);
 
@@ -109,13 +110,6 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
 
   Links* const links = team_->links();
   Waiting waiting(*team_, own.for_calls, patience);
-  const bool feeds_back = call.feedback != nullptr && bound.packing() != Packing::none;
-  // Rests belong to the places where this plan rounds in this group, and to what it makes there.
-  const std::uint64_t rounding = mix(mix(number_, program.digest), static_cast<std::uint64_t>(call.reduce_op) << 32 |
-                                                                       static_cast<std::uint64_t>(call.packing));
-  // If the call fails they are lost: they would be those of some of its values only.
-  std::vector<float> rests = feeds_back ? call.feedback->take(rounding, call.count) : std::vector<float>();
-  const bool timed = timed_if_choice && bound.has_choice();
   Nanoseconds spent = 0;
   Execution execution(*team_, bound, workspace_, call, id,
                       feeds_back ? reinterpret_cast<std::byte*>(rests.data()) : nullptr, timed);

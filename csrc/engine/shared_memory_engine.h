@@ -31,7 +31,6 @@ class SharedMemoryEngine final : public Engine {
   static constexpr std::size_t kBound = 24;
 
   const BoundCall& bind(const Call& call, const Buffers& buffers, Way way);
-  const BoundCall& bind_or_abort(const Call& call, const Buffers& buffers, Way way);
   void populate(const BoundCall& bound);
   void reach(const Call& call, const Program& program, const std::string& what);
   void look(const Call& call, std::uint64_t seq, const Execution& execution, Nanoseconds waited) const;

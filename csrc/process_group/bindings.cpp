@@ -324,7 +324,7 @@ void bind_group(py::module_& m) {
       "plan changes, and after a call that failed.")
       .def(py::init<>())
       .def("reset", &Feedback::reset, "Forgets what was cut off.")
-      .def_property_readonly("bytes", &Feedback::bytes, "Of memory: four for each element.");
+      .def_property_readonly("bytes", &Feedback::bytes, "Of memory: four for each element that this rank rounds.");
   py::class_<Group, c10::intrusive_ptr<Group>, c10d::Backend>(m, "ProcessGroupRing")
       .def(py::init(&make_group))
       .def("add_link", &Group::add_link, no_gil, py::arg("peer"), py::arg("socket"), py::arg("path"))

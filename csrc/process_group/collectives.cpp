@@ -116,6 +116,7 @@ c10::intrusive_ptr<Work> ProcessGroupRing::take_turn(const Collective& collectiv
   const CallLog::Call call = begin_call(collective);
   struct Task {
     c10::intrusive_ptr<CallWork> work;
+    Engine& engine;
     Run run;
     Tally tally;
     std::exception_ptr error;
@@ -125,13 +126,22 @@ c10::intrusive_ptr<Work> ProcessGroupRing::take_turn(const Collective& collectiv
       try {
         work->start();
         tally = run(work->getSequencenumber());
-      } catch (...) {
+      } catch (const Error&) {  // of the engine
         error = std::current_exception();
+      } catch (const std::exception& failed) {  // before, between or after its calls: the others must not wait for this
+        error = std::current_exception();       // rank, nor may it make the call again
+        engine.fail(Error(ErrorKind::system,
+                          c10::str(name_of(work->retrieveOpType()), " number ", work->getSequencenumber(),
+                                   " of the group: ", failed.what()),
+                          engine.rank()));
       }
     }
   };
-  Task task{
-      c10::make_intrusive<CallWork>(shared_, getRank(), call, inputs, std::move(outputs)), std::move(run), {}, {}};
+  Task task{c10::make_intrusive<CallWork>(shared_, getRank(), call, inputs, std::move(outputs)),
+            *running_->engine,
+            std::move(run),
+            {},
+            {}};
   const auto work = task.work;
   try {
     if (collective.async) {

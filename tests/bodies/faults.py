@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -20,7 +21,15 @@ import torch.distributed as dist
 from distributed.harness import Rank
 
 import ringreduce
-from ringreduce.errors import Aborted, CollectiveMismatch, CollectiveTimeout, InvalidArgument, RingReduceError, SystemFailure
+from ringreduce.errors import (
+    Aborted,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    InvalidArgument,
+    RingReduceError,
+    SystemFailure,
+)
+from ringreduce.groups.choices import Choices
 
 MB16 = 4 * 1024 * 1024  # float32 elements
 NOTICED = 1.0  # seconds in which all ranks must know of a death or a mismatch
@@ -273,24 +282,29 @@ def recv_another_size(me: Rank) -> None:
 
 
 @contextmanager
-def no_threads() -> Iterator[None]:
-    """No thread can start: there is no room for its stack, and none is left of threads that have ended."""
+def no_room() -> Iterator[None]:
+    """There is no memory for anything large."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    over = threading.Event()
-    resource.setrlimit(resource.RLIMIT_AS, (used_memory() + (1 << 20), hard))
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), hard))
     try:
-        with pytest.raises(RuntimeError, match="can't start new thread"):
-            while True:
-                threading.Thread(target=over.wait).start()
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-        over.set()
 
 
-def used_memory() -> int:
-    """Bytes of address space."""
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+@contextmanager
+def no_threads() -> Iterator[None]:
+    """No thread can start: there is no room for its stack, and none is left of threads that have ended."""
+    over = threading.Event()
+    with no_room():
+        try:
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                while True:
+                    threading.Thread(target=over.wait).start()
+            yield
+        finally:
+            over.set()
 
 
 def begin_without_threads(me: Rank) -> None:
@@ -317,6 +331,42 @@ def begin_without_threads(me: Rank) -> None:
         assert torch.equal(got, first if me.rank == 0 else second)
         dist.all_reduce(first, async_op=True).wait()
         assert torch.equal(first, second)
+
+
+def reduce_without_memory(me: Rank) -> list[Any]:
+    """Rank 1 has no memory for what it needs before, or between, the steps of a call."""
+    values = torch.ones(8 * MB16)
+    sparse = torch.sparse_coo_tensor(torch.arange(MB16)[None], torch.ones(MB16), (MB16,), check_invariants=True)
+    rests = ringreduce.Feedback()
+    cases: list[tuple[ringreduce.Options, Callable[[], Any]]] = [
+        (ringreduce.Options(), lambda: dist.all_reduce(sparse)),
+        (
+            ringreduce.Options(transport="tcp"),
+            lambda: ringreduce.all_reduce(values, wire_dtype="int8", feedback=rests),
+        ),
+        *((ringreduce.Options(transport=name), lambda: dist.reduce(values, 0)) for name in ("shared_memory", "gloo")),
+    ]
+    found, ask = [], Choices.ask
+
+    def asked(choices: Choices, collective: str, *call: Any) -> Any:
+        if me.rank == 1 and collective == "reduce":
+            raise MemoryError("for a plan")
+        return ask(choices, collective, *call)
+
+    for number, (options, call) in enumerate(cases):
+        with mock.patch.object(Choices, "ask", asked), me.join(str(number), options=options):
+            ringreduce.all_reduce(values[:MB16].clone(), wire_dtype="float32")
+            starts = time.monotonic()
+            if me.rank == 0:
+                kind, message, culprit, ends = error_of(call)
+                found.append((kind, message, culprit, ends - starts))
+            else:
+                with no_room(), pytest.raises((MemoryError, RuntimeError)):
+                    call()
+                with pytest.raises(SystemFailure):
+                    dist.barrier()
+            me.meet(f"{number} has failed")  # a rank that leaves first would be what the other one hears of
+    return found
 
 
 def destroy_early(me: Rank) -> Any:

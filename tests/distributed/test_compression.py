@@ -46,6 +46,21 @@ def test_with_feedback_they_arrive() -> None:
         assert np.abs(found - 0.6).max() <= 1 / 64
 
 
+def memory_of_rests(me: Rank, count: int) -> int:
+    with me.join():
+        rests = ringreduce.Feedback()
+        ringreduce.all_reduce(normal(me.rank, count), wire_dtype="int8", feedback=rests)
+        return rests.bytes
+
+
+def test_a_rank_keeps_rests_of_what_it_rounds_alone() -> None:
+    """Each host rounds every element once: as its part of the sum, or as the result."""
+    count = 1_000_007
+    assert run(placed, 2, None, memory_of_rests, count) == [4 * count] * 2
+    found = run(placed, 4, [0, 0, 1, 1], memory_of_rests, count)
+    assert sum(found[:2]) == sum(found[2:]) == 4 * count and min(found) > 0
+
+
 CALLS = 40
 BITS = {"bfloat16": 2.0**-8, "int8": 1 / 127, "int4": 1 / 7}
 """By wire_dtype: the error of one rounding, as a part of the largest value that is packed with it."""
@@ -63,7 +78,7 @@ def errors_of_sums(me: Rank, wire_dtype: str, op: dist.ReduceOp.RedOpType) -> di
                     ringreduce.all_reduce(values, op, wire_dtype=wire_dtype, feedback=rests)
                     total += values
                 found[algorithm, rests is not None] = total.numpy()
-            assert rests is not None and rests.bytes == 4 * COUNT  # one tensor
+            assert rests is not None and rests.bytes <= 4 * COUNT  # of one tensor
     return found
 
 

@@ -25,6 +25,7 @@ from bodies.faults import (
     recv_another_size,
     recv_from_nobody,
     reduce_in_a_loop,
+    reduce_without_memory,
     stop_in_the_middle,
     wait_for_a_late_rank,
     waits_while_all_are_stopped,
@@ -32,7 +33,7 @@ from bodies.faults import (
 )
 from distributed.harness import Ranks, run
 
-from ringreduce.errors import Aborted, CollectiveMismatch, CollectiveTimeout, PeerLost
+from ringreduce.errors import Aborted, CollectiveMismatch, CollectiveTimeout, PeerLost, SystemFailure
 
 # what faults leave behind
 
@@ -178,6 +179,12 @@ def test_recv_of_another_size_or_dtype_leaves_the_group_usable() -> None:
 
 def test_what_has_no_thread_moves_nothing() -> None:
     run(begin_without_threads, 2)
+
+
+def test_the_others_hear_at_once_that_a_rank_has_no_memory() -> None:
+    for kind, message, culprit, took in run(reduce_without_memory, 2)[0]:
+        assert (kind, culprit) == (SystemFailure, 1) and "reported by rank 1" in message, message
+        assert took < 10  # the timeout is 30 s
 
 
 # ends

@@ -123,13 +123,12 @@ void NcclEngine::enqueue(const Call& asked, const Buffers& given, const cuda::St
     call.count = call.largest = token_count;
     buffers.input = buffers.output = {{&token, 1}, {&token_count, 1}};
   }
-  const Choice& choice = choice_for(call);
-  const Program& program = program_for(call, choice.plan);
+  const auto [program, slice] = or_tell_the_others(call, [&] { return plan_of(call); });
   const std::uint64_t seq = next_call();
   const std::string what = title(call, call.number != 0 ? call.number : seq);
   try {
     std::lock_guard lock(calling_);
-    put(call, buffers, program, slice_bytes(call, program, choice.slice_bytes), stream);
+    put(call, buffers, *program, slice, stream);
   } catch (const Error& error) {
     fail(Error(error.kind(), what + ": " + error.what(), error.culprit()));
     throw_if_aborted();  // the group's first error, which need not be this one
