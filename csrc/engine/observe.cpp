@@ -31,7 +31,8 @@ class Copy {
   alignas(Part) std::byte bytes_[sizeof(Part)];
 };
 
-RankSeen seen(int rank, const RankControl& control) {
+// `later`: a second copy of the same. A call that was being written during the first is another one there.
+RankSeen seen(int rank, const RankControl& control, const RankControl& later) {
   RankSeen its;
   its.rank = rank;
   its.global_rank = control.global_rank;
@@ -43,7 +44,7 @@ RankSeen seen(int rank, const RankControl& control) {
   if (its.entered > its.completed) its.waits_for = control.waiting_for;
   for (std::uint64_t back = 0; back < std::min<std::uint64_t>(CallHistory::kKept, its.entered); ++back) {
     const auto call = control.calls.find(its.entered - back);
-    std::string text = call ? describe(*call, control.calls.op_of(call->seq)) : "";
+    std::string text = call && later.calls.find(call->seq) ? describe(*call, control.calls.op_of(call->seq)) : "";
     if (text.empty()) continue;
     if (its.call.empty()) {
       its.call = std::move(text);
@@ -65,8 +66,9 @@ std::vector<RankSeen> observe(int memfd) {
   const Layout layout(header->geometry);
   std::vector<RankSeen> ranks;
   for (int rank = 0; rank < static_cast<int>(layout.ranks); ++rank) {
-    const Copy<RankControl> control(memfd, Segment::offset_of(rank, layout));
-    if (control->state.load() != RankState::absent) ranks.push_back(seen(rank, *control));
+    const std::size_t offset = Segment::offset_of(rank, layout);
+    const Copy<RankControl> control(memfd, offset), later(memfd, offset);
+    if (control->state.load() != RankState::absent) ranks.push_back(seen(rank, *control, *later));
   }
   return ranks;
 }

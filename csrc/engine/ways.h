@@ -28,6 +28,7 @@ class Ways {
   // The way for the next call like this one, over `bytes`, and whether its time is to be reported to note(). All ranks
   // make the same calls in the same order, so they count alike.
   std::pair<Way, bool> next(const Call& call, std::size_t bytes) {
+    if (choices_.size() > kMost) choices_.clear();  // on all ranks, as the calls are the same
     const auto [number, timed, trial] = of(call, bytes).next();
     const auto way = static_cast<Way>(number);
     // Who lends leaves the work to its readers. What that costs shows only where all ranks lend.
@@ -39,6 +40,7 @@ class Ways {
   }
 
  private:
+  static constexpr std::size_t kMost = 1000;  // more only by operators that are made anew all the time
   using Choice = Fastest<4>;
 
   Choice& of(const Call& call, std::size_t bytes) {

@@ -29,6 +29,12 @@ namespace {
 
 using c10d::OpType;
 
+std::string milliseconds(Nanoseconds time) {
+  std::array<char, 32> text;
+  std::snprintf(text.data(), text.size(), "%.3f", static_cast<double>(time) / kMillisecond);
+  return text.data();
+}
+
 struct CallName {
   OpType type;
   const char* name;
@@ -162,7 +168,7 @@ void CallLog::start(std::uint64_t id) {
 }
 
 void CallLog::end(std::uint64_t id, OpType type, bool succeeded, const Tally& tally) {
-  std::int64_t took = 0;
+  std::string after;  // nothing where the call is no longer recorded
   {
     std::lock_guard lock(mutex_);
     Counters& counters = counters_[static_cast<std::size_t>(type) % kTypes];
@@ -171,14 +177,14 @@ void CallLog::end(std::uint64_t id, OpType type, bool succeeded, const Tally& ta
     if (Entry* entry = find(id)) {
       entry->ended = c10::getTime();
       entry->succeeded = succeeded;
-      took = entry->ended - entry->begun;
+      if (print_) after = c10::str(" after ", milliseconds(entry->ended - entry->begun), " ms");
     }
   }
   if (!print_) return;
   const Group& group = group_;  // its name and rank never change
-  std::fprintf(stderr, "[ringreduce rank %d of %s] %s #%llu %s after %.3f ms, %.3f ms of it waiting\n", group.rank,
+  std::fprintf(stderr, "[ringreduce rank %d of %s] %s #%llu %s%s, %s ms of it waiting\n", group.rank,
                group.name.c_str(), name_of(type), static_cast<unsigned long long>(id), succeeded ? "done" : "failed",
-               static_cast<double>(took) / kMillisecond, static_cast<double>(tally.waited) / kMillisecond);
+               after.c_str(), milliseconds(tally.waited).c_str());
 }
 
 CallLog::Statistics CallLog::statistics() const {
