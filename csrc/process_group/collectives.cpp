@@ -286,6 +286,11 @@ c10::intrusive_ptr<Work> ProcessGroupRing::allreduce_packed(TensorList& tensors,
             "; with wire_dtype or feedback it must be float32, float16 or bfloat16, on the CPU");
   check_tensor(tensor, "all_reduce");
   check_outputs({tensor}, "all_reduce");
+  const Packing asked_for = packing.value_or(settings_.packing);
+  if (running_->wire && (asked_for != Packing::none || feedback != nullptr))
+    invalid("all_reduce: wire_dtype is '", name(asked_for), "'", feedback != nullptr ? ", with feedback" : "",
+            ", and the group's transport is 'gloo', which sends float32 as it is; leave these arguments out, or make "
+            "the group with transport='auto' or 'tcp'");
   if (feedback != nullptr && opts.reduceOp != c10d::ReduceOp::SUM && opts.reduceOp != c10d::ReduceOp::AVG)
     invalid(
         "all_reduce: op is no sum; what rounding cuts off a SUM or an AVG can be added later, so leave out feedback");

@@ -45,7 +45,7 @@ from ringreduce.coordination.ledger import Ledger, ledger_bytes
 from ringreduce.coordination.process import identity
 from ringreduce.coordination.store import METHODS, require, without_prefixes
 from ringreduce.coordination.torch_store import KeyStore
-from ringreduce.errors import SystemFailure, TopologyError
+from ringreduce.errors import InvalidArgument, SystemFailure, TopologyError
 from ringreduce.groups.arena import open_arena, share_allocations
 from ringreduce.groups.choices import Choices, add_plans
 from ringreduce.groups.decision import Decision, decide, decide_by_endpoints, decide_over_gloo
@@ -295,6 +295,11 @@ class GroupSpec:
 
     def _over_gloo(self) -> tuple[_C.ProcessGroupRing, Decision, None]:
         exchange, options = self.exchange, self.options
+        if options.wire_dtype != "float32":
+            raise InvalidArgument(
+                f"wire_dtype is {options.wire_dtype!r} and transport is 'gloo', which sends float32 as it is; leave "
+                "wire_dtype (RINGREDUCE_WIRE_DTYPE) out, or make the group with transport='auto' or 'tcp'"
+            )
         decides = functools.partial(decide_over_gloo, exchange.ranks, options)
         names, decided = _call_roll(exchange, agreed(options), decides)
         decision = Decision.load(decided)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import time
@@ -312,7 +313,17 @@ def refused(me: Rank) -> None:
             dist.send(torch.ones(1), 1 - me.rank, tag=2**31 - 1)
         with pytest.raises(InvalidArgument, match="src is 2"):
             ringreduce.broadcast(torch.ones(1), 2)
-        dist.barrier()
+        x = torch.ones(1000)
+        asked: list[dict[str, Any]] = [{"wire_dtype": "int8"}, {"wire_dtype": "int4", "async_op": True}]
+        for how in (*asked, {"feedback": ringreduce.Feedback()}):
+            told = f"wire_dtype is '{how.get('wire_dtype', 'float32')}'.* transport is 'gloo', .* make the group with"
+            with pytest.raises(InvalidArgument, match=told):
+                ringreduce.all_reduce(x, **how)
+        ringreduce.all_reduce(x, wire_dtype="float32")  # which it does
+        assert torch.equal(x, torch.full((1000,), float(me.size)))
+    rounded = me.join("rounded", options=dataclasses.replace(GLOO, wire_dtype="int8"))
+    with pytest.raises(InvalidArgument, match=r"wire_dtype is 'int8' and transport is 'gloo', .* make the group with"):
+        rounded.__enter__()
 
 
 def test_what_cannot_be_done_is_refused_and_the_group_lives_on() -> None:
