@@ -3,12 +3,16 @@
 // A synchronous call runs in its caller's thread if nothing is before it, without any hand-over. Everything else goes
 // through the progress thread, which starts with the first asynchronous call, unless a thread that waits for the call
 // takes it first: see help().
+//
+// Calls that two threads make at once come in an order that other ranks cannot know. A queue for one thread at a time
+// refuses a call that begins while another thread runs one, or waits to.
 #pragma once
 
 #include <condition_variable>
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <sstream>
 #include <thread>
 
 #include "core/error.h"
@@ -18,6 +22,7 @@ namespace ringreduce {
 
 class CallQueue {
  public:
+  explicit CallQueue(bool one_thread = false) : one_thread_(one_thread) {}
   ~CallQueue() { stop(); }
 
   // A call's turn in its caller's thread: after all calls before it, until this object goes.
@@ -25,13 +30,14 @@ class CallQueue {
    public:
     explicit Turn(CallQueue& queue) : queue_(queue) {
       std::lock_guard lock(queue.mutex_);
-      queue.throw_if_stopping();
+      queue.throw_if_refused();
+      queue.caller_ = std::this_thread::get_id();
       number_ = queue.last_turn_++;
       came_ = number_ == queue.next_turn_;
     }
     ~Turn() {
       await();
-      queue_.end_turn();
+      queue_.end_turn(true);
     }
     Turn(const Turn&) = delete;
     Turn& operator=(const Turn&) = delete;
@@ -64,7 +70,7 @@ class CallQueue {
     std::size_t turn = 0;
     {
       std::lock_guard lock(mutex_);
-      throw_if_stopping();
+      throw_if_refused();
       if (!thread_.joinable()) thread_ = start_thread([this] { drive(); });
       posted_.push_back({last_turn_, std::move(call), std::move(done)});
       turn = last_turn_++;
@@ -110,10 +116,11 @@ class CallQueue {
     std::size_t turn;
     std::function<void()> call, done;
   };
-  void end_turn() {
+  void end_turn(bool of_caller) {
     bool for_thread = false;
     {
       std::lock_guard lock(mutex_);
+      if (of_caller) caller_ = std::thread::id();
       ++next_turn_;
       for_thread = next_is_posted() || stopping_;
     }
@@ -121,8 +128,19 @@ class CallQueue {
     if (for_thread) posted_came_.notify_one();
   }
 
-  void throw_if_stopping() const {
+  void throw_if_refused() const {
     if (stopping_) throw Error(ErrorKind::aborted, "the group has been shut down");
+    if (!one_thread_ || caller_ == std::thread::id()) return;
+    const auto shown = [](std::thread::id id) {  // as threading.get_ident() has it
+      std::ostringstream text;
+      text << id;
+      return text.str();
+    };
+    throw Error(ErrorKind::invalid_argument,
+                "thread " + shown(std::this_thread::get_id()) + " makes a call of the group while thread " +
+                    shown(caller_) +
+                    " is in another one. Other ranks cannot know the order of the two, and could pair the wrong ones: "
+                    "make calls of a group from one thread at a time, or a group for each thread");
   }
 
   void drive() {
@@ -141,7 +159,7 @@ class CallQueue {
     posted_.pop_front();
     lock.unlock();
     next.call();
-    end_turn();
+    end_turn(false);
     next.done();
     next = {};  // lets go of the tensors without the lock
     lock.lock();
@@ -149,7 +167,9 @@ class CallQueue {
     turn_came_.notify_all();
   }
 
+  const bool one_thread_;
   std::mutex mutex_;
+  std::thread::id caller_;               // of the call that runs, or waits to, in its caller's thread; else none
   std::condition_variable turn_came_;    // for those who run their call themselves, and for drain()
   std::condition_variable posted_came_;  // for the thread, which synchronous calls must not wake
   std::deque<Posted> posted_;

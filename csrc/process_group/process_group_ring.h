@@ -1,8 +1,8 @@
 // The torch.distributed backend "ringreduce": tensors and c10d options in, calls of the engine out.
 //
 // Every collective is the same list: check the arguments, describe the call, lay out the tensors (staging those that
-// are not contiguous), queue it, and give back a Work. What c10d may call from several threads is thread-safe; calls
-// of one group from several threads are brought into some order, which must then be the same on all ranks.
+// are not contiguous), queue it, and give back a Work. What c10d may call from several threads is thread-safe; a
+// collective that begins while another thread is in one of the same group throws invalid_argument.
 //
 // Synchronous calls (opts.asyncOp false) have ended when they return, and throw. The common ones return no Work, since
 // there is nothing left to wait for. Asynchronous ones run in the group's progress thread; their Work throws from

@@ -30,7 +30,7 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 struct WorkSurroundings {
   std::shared_ptr<Engine> engine;
   std::shared_ptr<Mailbox> mailbox;  // null where messages are those of another backend
-  CallQueue queue;
+  CallQueue queue{true};
   Completions completions;
   std::unique_ptr<CallLog> log;
   bool as_gloo = false;  // whether the program knows the group as one of Gloo, as profiles then do
