@@ -10,7 +10,14 @@ fit, not shapes. Any strides will do: a tensor that is not contiguous is copied 
 contiguous one is faster. Outputs whose elements share memory, as after `expand`, are refused. Calls that reduce take
 the dtypes for which docs/support.md has the operation; all others move elements of every dtype that is not quantized.
 NumPy arrays are used in place through `torch.from_numpy`, so they must be writable and not masked; those of dtypes that
-the package ml_dtypes adds are torch's of the same name.
+the package ml_dtypes adds are torch's of the same name. Autograd hears of every tensor that a call writes, so a
+backward pass that needs the old values raises an error. The calls of `torch.distributed` leave it as torch has it: most
+of them tell autograd nothing, with any backend.
+
+**Threads.** A group is for one thread at a time: other ranks cannot know in which order two threads of this one make
+their calls, and equal calls would then be paired wrongly. A collective that begins while another thread is in one of
+the same group raises `InvalidArgument`, and the other one goes on; give each thread a group of its own. Messages with
+tags may be sent and received in all threads, and any thread may wait for a `Work`.
 
 **Operators.** Where a call takes `op`, this may be a `ringreduce.Op`, for reductions of your own in rank order. The
 tensors are then what the operator takes, and there is no `async_op`. Such calls may also raise `OperatorFailed`.
@@ -37,6 +44,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
+from torch.autograd.graph import increment_version
 
 from ringreduce import _C, operators
 from ringreduce import plan as plans
@@ -456,14 +464,26 @@ class _Many(tuple[Any, ...]):
 
 
 def _call(group: Group, method: str, *given: Any, options: Any, others: tuple[Any, ...] = ()) -> Work:
-    """Makes the call of the group's backend on arrays and `_Many` of them, and on `others`."""
+    """Makes the call of the group's backend on arrays and `_Many` of them, the first of which it writes, and on
+    `others`."""
     guests = arrays.Guests()
-    function = getattr(backend_of(group), method)
-    work = function(*(_tensors(each, guests) for each in given), *others, options)
+    backend = backend_of(group)
+    tensors = [_tensors(each, guests) for each in given]
+    if method not in _ROOTED or _ROOTED[method] == (options.rootRank == backend.rank()):
+        increment_version(_flat(tensors[:1]))
+    work = getattr(backend, method)(*tensors, *others, options)
     if options.asyncOp:
         return guests.work(work)
     guests.order()  # a synchronous call has ended, or is in its stream, or has raised
     return None
+
+
+_ROOTED = {"reduce": True, "broadcast": False}
+"""Calls that write on the root alone, or everywhere else."""
+
+
+def _flat(tensors: Any) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else [each for part in tensors for each in _flat(part)]
 
 
 def _check_wire(op: Any, wire_dtype: Any, feedback: Any) -> None:
@@ -478,7 +498,10 @@ def _check_wire(op: Any, wire_dtype: Any, feedback: Any) -> None:
 def _message(group: Group, method: str, tensor: Array, *peer_and_tag: int) -> dist.Work:
     guests = arrays.Guests()
     function = getattr(backend_of(group), method)
-    return guests.work(function([_tensor(tensor, guests)], *peer_and_tag))
+    tensors = [_tensor(tensor, guests)]
+    if method != "send":
+        increment_version(tensors)
+    return guests.work(function(tensors, *peer_and_tag))
 
 
 def _copied(tensor: Array, out: Array) -> Array:

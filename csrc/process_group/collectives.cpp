@@ -249,6 +249,7 @@ bool ProcessGroupRing::call_now(const Collective& collective, const at::Tensor& 
   const Buffers buffers{{{input_blocks.data(), ins}, {counts.data(), ins}},
                         {{output_blocks.data(), outs}, {counts.data(), outs}}};
 
+  if (collective.tells_autograd && !output.is_inference()) output.unsafeGetTensorImpl()->bump_version();
   const CallLog::Call listed = begin_call(collective);
   call.number = listed.sequence;
   CallLog& log = *shared_->log;

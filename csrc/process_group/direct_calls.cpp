@@ -98,8 +98,9 @@ bool are_tensors(Arguments from, int count) {
   return std::all_of(from, from + count, [](PyObject* each) { return THPVariable_Check(each); });
 }
 
-PyObject* call(ProcessGroupRing& backend, const Collective& collective, const at::Tensor& output,
-               const at::Tensor& input) {
+// Autograd hears that `output` is written, unlike in calls by torch, where it does not with any backend.
+PyObject* call(ProcessGroupRing& backend, Collective collective, const at::Tensor& output, const at::Tensor& input) {
+  collective.tells_autograd = collective.operation != Operation::broadcast || collective.root != backend.getRank();
   bool made = false;
   {
     const WithoutGil no_gil;

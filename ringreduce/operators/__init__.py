@@ -36,6 +36,7 @@ def all_reduce(op: Op, tensor: Given, group: Group, async_op: bool, out: Given |
         if known and _C.all_reduce_now(group, tensor, known, out):
             return None
     call = Call("all_reduce", op, group, async_op, rows_of(op, "tensor", tensor), out)
+    call.tell_autograd()
     if not call.all_reduced():
         for block in call.blocks():
             block.exchange()
@@ -54,6 +55,8 @@ def all_reduce_coalesced(op: Op, tensors: Sequence[Given], group: Group, async_o
 
 def reduce(op: Op, tensor: Given, root: int, group: Group, async_op: bool, out: Given | None) -> Work:
     call = Call(f"reduce to rank {root}", op, group, async_op, rows_of(op, "tensor", tensor), out)
+    if call.rank == root:
+        call.tell_autograd()
     for block in call.blocks():
         block.exchange()
         block.combine()
@@ -141,6 +144,8 @@ def _scan(what: str, tensor: Given, given: Any, group: Group, out: Given | None)
     if not isinstance(given, Op) and op.name in ("BAND", "BOR", "BXOR") and rows[0].rows.is_floating_point():
         raise InvalidArgument(f"tensor has dtype {rows[0].elements.name}; {op.name} is of integers and bool")
     call = Call(what, op, group, False, rows, out)
+    if call.rank > 0 or what == "scan":
+        call.tell_autograd()
     for block in call.blocks():
         block.exchange(before=1)
         block.combine(prefixes=True)

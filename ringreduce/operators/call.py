@@ -75,6 +75,10 @@ class Call:
         self.what = f"{what} by operator {op.name!r}{checked} on {number}{elements}"
         self.row_bytes = sum(each.elements.row_bytes for each in sources)
 
+    def tell_autograd(self) -> None:
+        """That this rank's targets are written, which happens where torch does not see it."""
+        torch.autograd.graph.increment_version([each for target in self.targets for each in target.tensors()])
+
     @cached_property
     def function(self) -> Callable[[Any, Any], Any]:
         """What combines outside of the engine."""

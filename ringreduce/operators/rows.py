@@ -80,6 +80,10 @@ class Rows:
         else:
             self.tensor.copy_(rows.view(self.tensor.shape))
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Those of torch's autograd."""
+        return [] if self.elements.records is not None else [self.tensor]
+
     def finish(self) -> None:
         """The tensor gets what was written to `rows`, where these are a copy."""
         own = self.tensor.data_ptr() if self.elements.records is None else cast(Any, self.array).ctypes.data
@@ -119,6 +123,9 @@ class PackedRows(Rows):
             else:
                 part.rows.numpy()[...] = column
             part.finish()
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [tensor for part in self.parts for tensor in part.tensors()]
 
     def finish(self) -> None:
         self.assign(self.rows)

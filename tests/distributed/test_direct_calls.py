@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import re
 import threading
 import time
@@ -94,6 +95,105 @@ def groups_in_two_threads(me: Rank) -> None:
 
 def test_threads_with_a_group_each() -> None:
     run(groups_in_two_threads, 2)
+
+
+def tells_autograd(me: Rank) -> None:
+    """Each call, and the tensors that it writes on this rank; all others keep their versions."""
+    size, other = me.size, 1 - me.rank
+    x, out, whole, part = torch.ones(4), torch.ones(4), torch.ones(4 * size), torch.ones(4)
+    listed, parts = [torch.ones(4) for _ in range(size)], [torch.ones(4) for _ in range(size)]
+    strided, sparse = torch.ones(8)[::2], torch.ones(4).to_sparse()
+    maximum = ringreduce.Op.torch(torch.maximum)
+    everything = [x, out, whole, part, strided, sparse, *listed, *parts]
+    at_0 = me.rank == 0
+    calls: list[tuple[Callable[..., Any], list[torch.Tensor]]] = [
+        (lambda **how: ringreduce.all_reduce(x, **how), [x]),
+        (lambda **how: ringreduce.all_reduce(strided, **how), [strided]),
+        (lambda **how: ringreduce.all_reduce(sparse, **how), [sparse]),
+        (lambda **how: ringreduce.all_reduce(x, out=out, **how), [out]),
+        (lambda **how: ringreduce.all_reduce(x, wire_dtype="int8", **how), [x]),
+        (lambda **how: ringreduce.all_reduce_coalesced([x, out], **how), [x, out]),
+        (lambda **how: ringreduce.broadcast(x, 0, **how), [] if at_0 else [x]),
+        (lambda **how: ringreduce.reduce(x, 0, **how), [x] if at_0 else []),
+        (lambda **how: ringreduce.reduce(x, 0, out=out, **how), [out]),
+        (lambda **how: ringreduce.all_gather(listed, x, **how), listed),
+        (lambda **how: ringreduce.all_gather_single(whole, x, **how), [whole]),
+        (lambda **how: ringreduce.reduce_scatter(x, listed, **how), [x]),
+        (lambda **how: ringreduce.reduce_scatter_single(x, whole, **how), [x]),
+        (lambda **how: ringreduce.gather(x, listed if at_0 else None, 0, **how), listed if at_0 else []),
+        (lambda **how: ringreduce.scatter(x, listed if at_0 else None, 0, **how), [x]),
+        (lambda **how: ringreduce.all_to_all(listed, parts, **how), listed),
+        (lambda **how: ringreduce.all_to_all_single(x, part, **how), [x]),
+        (lambda: ringreduce.recv(x, other) if at_0 else ringreduce.send(x, other), [x] if at_0 else []),
+        (lambda: [(ringreduce.irecv if at_0 else ringreduce.isend)(x, other).wait()], [x] if at_0 else []),
+        (lambda: ringreduce.all_reduce(x, maximum), [x]),
+        (lambda: ringreduce.all_reduce(x, maximum, out=out), [out]),
+        (lambda: ringreduce.all_reduce(x, ringreduce.Op.torch(torch.maximum, check=True)), [x]),
+        (lambda: ringreduce.reduce(x, 0, maximum), [x] if at_0 else []),
+        (lambda: ringreduce.reduce_scatter_single(x, whole, maximum), [x]),
+        (lambda: ringreduce.scan(x), [x]),
+        (lambda: ringreduce.exscan(x), [] if at_0 else [x]),
+        (lambda: ringreduce.exscan(x, out=out), [] if at_0 else [out]),
+        (ringreduce.barrier, []),
+    ]
+    with me.join():
+        for number, (call, written) in enumerate(calls):
+            for how in ({}, {"async_op": True}) if inspect.getfullargspec(call).varkw else ({},):
+                before = [each._version for each in everything]
+                work = call(**how)
+                if how:
+                    work.wait()
+                changed = [each._version > version for each, version in zip(everything, before, strict=True)]
+                wanted = [any(each is one for one in written) for each in everything]
+                assert changed == wanted, (number, how)
+        factor = torch.ones(4, requires_grad=True)
+        loss = (x * factor).sum()  # whose gradient is x
+        ringreduce.all_reduce(x)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        with torch.inference_mode():
+            y = torch.ones(4)
+            ringreduce.all_reduce(y)
+            ringreduce.all_reduce(y, async_op=True).wait()  # type: ignore[union-attr]
+        assert y.eq(size**2).all()
+
+
+def test_autograd_hears_what_calls_write() -> None:
+    run(tells_autograd, 2)
+
+
+def one_group_in_two_threads(me: Rank) -> None:
+    with me.join():
+        group: Any = dist.new_group(backend="ringreduce")
+        summed(me, group)
+        if me.rank == 1:
+            me.meet("rank 0 has tried")
+            for _ in range(2):
+                summed(me, group)
+            return
+        first = threading.Thread(target=summed, args=(me, group))
+        first.start()
+        while ringreduce.stats()[group.group_name]["all_reduce"].calls < 2:
+            time.sleep(0.001)
+        x = torch.ones(5)
+        calls: tuple[Callable[[], Any], ...] = (
+            lambda: ringreduce.all_reduce(x, group=group),
+            lambda: dist.all_reduce(x, group=group),
+            lambda: dist.all_reduce(x, group=group, async_op=True),
+            lambda: dist.barrier(group),
+        )
+        refusal = f"thread {threading.get_ident()} makes a call of the group while thread {first.ident} is in another"
+        for call in calls:
+            with pytest.raises(InvalidArgument, match=refusal):
+                call()
+        assert x.eq(1).all()
+        me.meet("rank 0 has tried")
+        first.join()
+        summed(me, group)
+
+
+def test_a_call_of_a_second_thread_is_refused() -> None:
+    run(one_group_in_two_threads, 2)
 
 
 def other_threads_run_while_it_waits(me: Rank) -> None:
