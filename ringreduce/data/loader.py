@@ -16,22 +16,30 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch.distributed as dist
+from torch.utils.data import Dataset
 
 from ringreduce.common.failures import InvalidArgument, SampleFailed, SystemFailure
-from ringreduce.common.launcher import check_alone
+from ringreduce.common.units import duration
 from ringreduce.data import supervisor
 from ringreduce.data.batches import Failure, Memory, read
+from ringreduce.data.identity import full_name
 from ringreduce.data.messages import (
+    ANEW,
     ASKED,
+    BYE,
     DONE,
     FILLED,
+    KEEP,
     LAST,
+    LONGEST,
     MOST_IN_ADVANCE,
     WANT,
+    WELCOME,
+    WHERE,
     Filled,
     Key,
     connect,
@@ -40,82 +48,113 @@ from ringreduce.data.messages import (
 )
 from ringreduce.data.order import Order
 from ringreduce.data.server import Recipe
-from ringreduce.data.steps import Steps
+from ringreduce.data.steps import Steps, share
 
 MOST_DEATHS = 3
 """How often a server may die while this reader waits for one batch."""
 MOST_SERVERS = 256
+LONGEST_WAIT = 0.5
+"""Seconds in one system call, after which a reader looks whether its time is over or the Loader closed."""
+
+
+class _Use(weakref.ref[Any]):
+    """Of the memory of a batch that was handed out, by the tensors that view it."""
+
+    key: Key
+    request: int
+
+
+class _Held(NamedTuple):
+    """A batch that was handed out."""
+
+    use: _Use
+    step: int
+    filled: Filled
+    memory: Memory
 
 
 class Loader(Steps[Any]):
     """Batches of a dataset, prepared by server processes that all ranks of a host can share.
 
         order = data.Order(len(dataset), batch=256)
-        loader = data.Loader(dataset, order, servers=2, name="train")    # before threads and init_process_group
+        loader = data.Loader(dataset, order, servers=2, name="digits")   # before threads and init_process_group
         images, labels = loader.get(step)                                # this rank's part of the step's batch
 
-    Processes of one host and user whose Loaders have the same name share the servers, which are started once and end
-    with the last of these Loaders. A batch that several of them read is prepared once. The memory of a batch is used
-    again when nobody holds its tensors any more.
+    Loaders of the same name share the servers, which are started once and end with the last of these Loaders. They are
+    of one host and user and, unless the name begins with "/", of one job. A batch that several of them read is prepared
+    once. The memory of a batch is used again when nobody holds its tensors any more.
 
     - `dataset`: has `__getitem__(id)`, or `__getitems__(ids)`, which returns the samples in a list, or their whole
-      batch. A sample is a tensor, an array, a number, or a tuple, list or dict of samples. It is stacked with others of
-      its shape; what is not numeric is handed on in a list.
+      batch. A sample is a tensor, an array, a number, or a tuple, list or mapping of samples. It is stacked with others
+      of its shape; what is not numeric is handed on in a list. Servers have the dataset as it was when the Loader was
+      made.
     - `order`: which ids are read in which step.
     - `servers`: processes; step k is prepared by server k % servers.
-    - `ahead`: how many batches are prepared before they are asked for.
-    - `name`: whose servers to share. Loaders whose samples differ (path, augmentation, collate) need different names.
-      None: servers of this Loader alone.
+    - `ahead`: how many batches are prepared before they are asked for. None: two for each server, from 4 to 64.
+    - `name`: whose servers to share. Loaders of one name whose `dataset` or `collate` differ, as far as their pickles
+      show it, share nothing. None: servers of this Loader alone.
     - `collate`: makes one batch of a list of samples, instead of stacking.
     - `seeded`: before each sample, the generators of Python, NumPy and torch are seeded by (order.seed, epoch, id), so
-      random augmentation of an id is the same, whoever prepares it. With `__getitems__` they are seeded once for each
-      rank's part of a batch. False saves about 10 us a sample.
-    - `timeout`: seconds that `get` waits for a batch.
+      random augmentation of an id is the same, whoever prepares it. With `__getitems__`, other than that of torch's
+      `Subset`, they are seeded once for each rank's part of a batch. False saves about 10 us a sample.
+    - `timeout`: how long `get` waits for a batch; a timedelta, or seconds.
 
-    Raises `InvalidArgument`, also if other Loaders of this name differ in order, servers, seeded, collate's name or
-    kind of dataset.
+    Raises `InvalidArgument`, also if Loaders that share servers differ in order, servers or seeded.
     """
+
+    _closed = True  # until there is something to close
+    _supervisor: socket.socket | None = None
 
     def __init__(
         self,
         dataset: Any,
         order: Order,
         servers: int = 1,
-        ahead: int = 4,
+        ahead: int | None = None,
         *,
         name: str | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         seeded: bool = True,
-        timeout: float = 300.0,
+        timeout: timedelta | float = 300.0,
     ) -> None:
-        self._closed = True  # until there is something to close
-        if not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__getitems__"):
-            raise InvalidArgument(f"Loader: dataset is a {type(dataset).__name__}, without __getitem__ or __getitems__")
+        own = getattr(type(dataset), "__getitem__", None) not in (None, Dataset.__getitem__)
+        if not own and not hasattr(dataset, "__getitems__"):
+            raise InvalidArgument(
+                f"Loader: dataset is a {type(dataset).__name__}, without __getitem__ or __getitems__; samples that can "
+                "only be read one after the other have no ids to order"
+            )
         if not isinstance(order, Order):
             raise InvalidArgument(f"Loader: order is {order!r:.60}; give a ringreduce.data.Order")
+        if ahead is None and isinstance(servers, int):
+            ahead = min(max(4, 2 * servers), MOST_IN_ADVANCE)
         for what, value, most in (("servers", servers, MOST_SERVERS), ("ahead", ahead, MOST_IN_ADVANCE)):
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
                 raise InvalidArgument(f"Loader: {what} is {value!r}; give an integer from 1 to {most}")
-        if not timeout > 0:
-            raise InvalidArgument(f"Loader: timeout is {timeout!r}; give seconds, more than 0")
+        assert ahead is not None
         self.order, self.servers, self.ahead, self.step = order, servers, ahead, 0
         self.name = name if name is not None else f"of one Loader: {secrets.token_hex(8)}"
-        self._timeout, self._recipe = timeout, Recipe(dataset, order, collate, seeded)
-        self._terms = {"order": order.state(), "servers": servers, "seeded": seeded, "dataset": _kind_of(dataset)}
-        self._terms["collate"] = collate and _name_of(collate if hasattr(collate, "__qualname__") else type(collate))
-        self._lock = threading.Lock()
+        self._full_name = self.name if name is None else full_name(name, dataset, collate)
+        self._timeout = duration("Loader: timeout", timeout, positive=True).total_seconds()
+        self._recipe = Recipe(dataset, order, collate, seeded)
+        self._terms = {"order": order.state(), "servers": servers, "seeded": seeded}
+        self._lock = threading.RLock()  # a signal's handler may close this Loader while it reads
+        self._unsure = False
+        """Whether an error or a signal's handler ended a call, so that messages may be lost."""
         self._asked: dict[Key, int] = {}
         """What servers have been asked for and not told to let go, with the numbers of the requests."""
         self._requests = itertools.count()
         self._ready: dict[Key, tuple[Filled, Memory]] = {}
-        self._held: dict[Key, tuple[weakref.ref[Any], int, tuple[Filled, Memory]]] = {}
-        self._released: deque[tuple[Key, int]] = deque()
-        """Requests whose tensors have gone. Filled by the garbage collector, in any thread."""
-        self._supervisor: socket.socket | None = None
+        self._held: dict[Key, _Held] = {}
+        self._released: deque[_Use] = deque()
+        """Uses that have ended. Filled by the garbage collector, in any thread."""
         self._servers: list[_Server | None] = [None] * servers
-        self._join()
         self._closed = False
         _open.add(self)
+        try:
+            self._join(time.monotonic() + self._timeout)
+        except BaseException:
+            self.close()
+            raise
 
     # reading
 
@@ -129,35 +168,36 @@ class Loader(Steps[Any]):
         read at any time.
 
         Raises `SampleFailed` if the dataset raised an error or the timeout passed; the Loader stays usable, and a
-        second call waits on. Raises `SystemFailure` if servers die again and again.
+        second call waits on. So it does if a signal's handler raises an error. Raises `SystemFailure` if servers die
+        again and again, and `InvalidArgument` if another thread closes the Loader.
         """
-        if rank is None or size is None:
-            if not (in_group := dist.is_initialized()):
-                check_alone("get", "give rank= and size=, or make the default group first")
-            ranks = (dist.get_rank(), dist.get_world_size()) if in_group else (0, 1)
-            rank, size = ranks[0] if rank is None else rank, ranks[1] if size is None else size
-        key = self.order.span(step, rank, size)
+        key, end = self.order.span(step, *share(rank, size)), time.monotonic() + self._timeout
         with self._lock:
             self._check_usable()
-            if (held := self._held.get(key)) and (memory := held[0]()) is not None:
-                filled = held[2][0]
-                return read(memory, filled.tensors_end, filled.description_end)
+            if (held := self._held.get(key)) and (memory := held.use()) is not None:
+                return read(memory, held.filled.tensors_end, held.filled.description_end)
             self._check_held(step)
             batch = self.order.batch
-            self._ask([(key[0] + each * batch, key[1] + each * batch) for each in range(self.ahead + 1)])
-            filled, memory = self._wait_for(key)
-            return self._hand_out(key, step, filled, memory)
+            self._ask([(key[0] + each * batch, key[1] + each * batch) for each in range(self.ahead + 1)], end)
+            filled, memory = self._wait_for(key, end)
+            batch_of_step = self._hand_out(key, step, filled, memory)
+            self._unsure = False
+            return batch_of_step
 
     def batch_of(self, step: int) -> Any:
         return self.get(step)
 
     def close(self) -> None:
-        """Ends this Loader, and with the last Loader of its name the servers. Tensors that are held stay valid."""
-        if self._closed:
+        """Ends this Loader, and with the last one that shares them its servers. Tensors that are held stay valid.
+
+        The next Loader of this name gets nothing from servers that have ended.
+        """
+        if self._closed and self._supervisor is None:
             return
-        self._closed = True
-        self._keep_what_is_held()
-        self._disconnect()
+        self._closed = True  # a `get` in another thread sees it
+        with self._lock:
+            self._keep_what_is_held()
+            self._disconnect(BYE)
         _reap()
 
     def __enter__(self) -> Loader:
@@ -187,33 +227,35 @@ class Loader(Steps[Any]):
 
     def _alive(self) -> list[int]:
         """The steps whose batches are held."""
-        for key in [key for key, (reference, _, _) in self._held.items() if reference() is None]:
+        for key in [key for key, held in self._held.items() if held.use() is None]:
             del self._held[key]
-        return [step for _, step, _ in self._held.values()]
+        return [held.step for held in self._held.values()]
 
     def _hand_out(self, key: Key, step: int, filled: Filled, memory: Memory) -> Any:
         # What all tensors of the batch hold. When it goes, the slot may be filled again.
         holder = memory.view()
         batch = read(holder, filled.tensors_end, filled.description_end)
+        use = _Use(holder, self._released.append)
+        use.key, use.request = key, self._asked[key]
         if isinstance(batch, Failure):
-            self._released.append((key, self._asked[key]))
+            self._released.append(use)
             what = f"id {batch.id}" if batch.id >= 0 else f"ids {_some(self.order.ids_at(*key).tolist())}"
             raise SampleFailed(
                 f"Loader.get: step {step}, {what}: in the server, the dataset raised\n{batch.text}", batch.id
             )
-        release, request = self._released.append, self._asked[key]
-        self._held[key] = weakref.ref(holder, lambda _: release((key, request))), step, (filled, memory)
+        self._held[key] = _Held(use, step, filled, memory)
         return batch
 
     # servers
 
-    def _ask(self, keys: list[Key]) -> None:
+    def _ask(self, keys: list[Key], end: float) -> None:
         """Asks for these batches, and lets all others go."""
-        told: dict[int, bytes] = {}
+        told = self._told_anew() if self._unsure else {}
+        self._unsure = True
         while self._released:
-            key, request = self._released.popleft()
-            if self._asked.get(key) == request:
-                self._forget(key, told)
+            use = self._released.popleft()
+            if self._asked.get(use.key) == use.request:
+                self._forget(use.key, told)
         wanted = set(keys)
         for key in self._asked.keys() - wanted - self._held.keys() if len(self._asked) > len(keys) else ():
             self._forget(key, told)
@@ -223,13 +265,47 @@ class Loader(Steps[Any]):
                 number = self._number(key)
                 told[number] = told.get(number, b"") + ASKED.pack(WANT, self._asked[key], *key)
         for number, message in told.items():
-            server = self._servers[number]
+            self._send(number, message, end)
+
+    def _told_anew(self) -> dict[int, bytes]:
+        """Begins messages to all servers that make what was asked for and has come so far meaningless."""
+        self._ready.clear()
+        self._asked = {key: request for key, request in self._asked.items() if key in self._held}
+        told = dict.fromkeys(range(self.servers), ASKED.pack(ANEW, 0, 0, 0))
+        for key in self._asked:
+            told[self._number(key)] += ASKED.pack(KEEP, 0, *key)
+        return told
+
+    def _send(self, number: int, message: bytes, end: float) -> None:
+        while True:
             try:
-                if server is None:
-                    raise ConnectionError
-                server.connection.send(message)
+                self._server(number).connection.send(message)
+                return
+            except BlockingIOError:
+                self._check_time(number, "read what it was asked for", end)
             except OSError:
-                self._reconnect(number)
+                self._reconnect(number, end)
+                return
+
+    def _server(self, number: int) -> _Server:
+        if (server := self._servers[number]) is None:
+            raise ConnectionError
+        return server
+
+    def _check_time(self, number: int, what: str, end: float) -> None:
+        """Raises `SampleFailed` if a server has not done `what` in time."""
+        self._check_usable()
+        if time.monotonic() < end:
+            return
+        where = self._supervisor_says("where", WHERE) or {}
+        pid, current = where.get(str(number), (-1, -1))
+        known = f" (process {pid}{f', in dataset[{current}]' if current >= 0 else ''})" if pid >= 0 else ""
+        raise SampleFailed(
+            f"Loader.get: server {number}{known} has not {what} in timeout={self._timeout:g} s; if that process hangs, "
+            "it may use threads that the process it was forked from had (of OpenMP or polars, for example): make the "
+            "Loader before such libraries are used",
+            current,
+        ) from None
 
     def _forget(self, key: Key, told: dict[int, bytes]) -> None:
         number = self._number(key)
@@ -241,61 +317,62 @@ class Loader(Steps[Any]):
         """Which server has it."""
         return key[0] // self.order.batch % self.servers
 
-    def _wait_for(self, key: Key) -> tuple[Filled, Memory]:
+    def _wait_for(self, key: Key, end: float) -> tuple[Filled, Memory]:
         if found := self._ready.pop(key, None):
             return found
-        number, deaths, end = self._number(key), 0, time.monotonic() + self._timeout
+        number, deaths = self._number(key), 0
         while key not in self._ready:
             try:
-                server = self._servers[number]
-                if server is None:
-                    raise ConnectionError
-                request, filled, memory = server.next()
-                if self._asked.get(filled[:2]) == request:
+                request, filled, memory = self._server(number).next()
+                if self._asked.get(filled[:2]) == request and memory is not None:
                     self._ready[filled[:2]] = filled, memory
             except BlockingIOError:
-                if time.monotonic() >= end:
-                    raise SampleFailed(
-                        f"Loader.get: server {number} has not prepared ids {_some(self.order.ids_at(*key).tolist())} "
-                        f"in timeout={self._timeout:g} s"
-                    ) from None
+                self._check_time(number, f"prepared ids {_some(self.order.ids_at(*key).tolist())}", end)
             except OSError:
                 deaths += 1
                 if deaths > MOST_DEATHS:
-                    del self._asked[key]
                     raise SystemFailure(
                         f"Loader.get: server {number} has died {deaths} times while it prepared ids "
                         f"{_some(self.order.ids_at(*key).tolist())}{self._how_died(number)}"
                     ) from None
-                self._reconnect(number)
+                self._reconnect(number, end)
         return self._ready.pop(key)
 
     def _how_died(self, number: int) -> str:
         """What the supervisor says about it."""
         how = ""
-        with contextlib.suppress(OSError):
-            while self._supervisor and (message := self._supervisor.recv(4096)):
-                if (said := json.loads(message)).get("died") == number:
-                    how = f", the last time {said['how']}"
+        while died := self._supervisor_says("died"):
+            if died[0] == number:
+                how = f", the last time {died[1]}"
         return how
 
-    def _reconnect(self, number: int) -> None:
+    def _supervisor_says(self, what: str, question: bytes = b"") -> Any:
+        """The next thing of this kind that it says, or None."""
+        with contextlib.suppress(OSError):
+            if self._supervisor and question:
+                self._supervisor.send(question)
+            while self._supervisor and (message := self._supervisor.recv(LONGEST)):
+                if what in (said := json.loads(message)):
+                    return said[what]
+        return None
+
+    def _reconnect(self, number: int, end: float) -> None:
         """Connects to the server that replaces number `number`, and asks it for what the old one owes."""
         if (old := self._servers[number]) is not None:
             old.connection.close()
         connection = connect(supervisor.server_name(self._servers_name, number))
-        if connection is None:  # the supervisor has gone, and with it all servers
+        if connection is None:  # the supervisor has gone, and with it all servers, or they are about to
+            self._keep_what_is_held()
             self._disconnect()
-            self._join()
+            self._join(end)
             return
         self._servers[number] = self._greeted(connection, number)
 
     def _greeted(self, connection: socket.socket, number: int) -> _Server:
         owed = self._asked.keys() - self._held.keys() - self._ready.keys()
-        seconds = max(0.05, self._timeout / 20)
-        connection.setsockopt(
-            socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-        )
+        seconds = struct.pack("ll", 0, int(1e6 * min(LONGEST_WAIT, max(0.05, self._timeout / 20))))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
         with contextlib.suppress(OSError):  # if it died, too, `_wait_for` finds that
             if keys := sorted(key for key in owed if self._number(key) == number):
                 connection.send(b"".join(ASKED.pack(WANT, self._asked[key], *key) for key in keys))
@@ -303,37 +380,41 @@ class Loader(Steps[Any]):
 
     def _keep_what_is_held(self) -> None:
         """Leaves connections open until the batches that are held have gone, so that no server fills their slots."""
-        holders = {key: holder for key, (reference, _, _) in self._held.items() if (holder := reference()) is not None}
-        told: dict[int, bytes] = {}
-        for key in self._asked.keys() - holders:
-            self._forget(key, told)
+        holders = {key: holder for key, held in self._held.items() if (holder := held.use()) is not None}
         for number in {*map(self._number, holders)}:
             if (server := self._servers[number]) is not None:
+                held = {key: holder for key, holder in holders.items() if self._number(key) == number}
+                anew = [ASKED.pack(ANEW, 0, 0, 0), *(ASKED.pack(KEEP, 0, *key) for key in held)]
                 with contextlib.suppress(OSError):
-                    server.connection.send(told.get(number, b"") + ASKED.pack(LAST, 0, 0, 0))
-                for key, holder in holders.items():
-                    if self._number(key) == number:
-                        kept = server.connection.dup()
-                        _kept.add(kept)
-                        weakref.finalize(holder, kept.close)
+                    server.connection.send(b"".join([*anew, ASKED.pack(LAST, 0, 0, 0)]))
+                for holder in held.values():
+                    kept = server.connection.dup()
+                    _kept.add(kept)
+                    weakref.finalize(holder, kept.close)
 
-    def _disconnect(self) -> None:
+    def _disconnect(self, last_words: bytes = b"") -> None:
+        """Leaves the servers, and the supervisor. With `last_words`, it returns when that has heard them."""
         for server in self._servers:
             if server is not None:
                 server.connection.close()
         self._servers = [None] * self.servers
         if self._supervisor is not None:
+            with contextlib.suppress(OSError):
+                if last_words:
+                    self._supervisor.settimeout(min(self._timeout, threading.TIMEOUT_MAX))
+                    self._supervisor.send(last_words)
+                    while self._supervisor.recv(LONGEST):
+                        pass
             self._supervisor.close()
             self._supervisor = None
 
-    def _join(self) -> None:
+    def _join(self, end: float) -> None:
         """Connects to the supervisor of this name and to its servers. Starts the supervisor if there is none.
 
         Raises `SystemFailure`, and `InvalidArgument` if the others of this name differ.
         """
-        end = time.monotonic() + self._timeout
         try:
-            while not self._has_joined():
+            while not self._has_joined(end):
                 if time.monotonic() >= end:
                     raise TimeoutError(f"none was there for timeout={self._timeout:g} s")
                 time.sleep(0.001)
@@ -343,18 +424,18 @@ class Loader(Steps[Any]):
                 f"Loader: cannot start or reach servers={self.servers} of {self.name!r}: {error}"
             ) from None
 
-    def _has_joined(self) -> bool:
+    def _has_joined(self, end: float) -> bool:
         """False if the supervisor ends just now, or another process starts one."""
         _reap()
-        connection = connect(self.name)
+        connection = connect(self._full_name)
         if is_new := connection is None:
             connection = self._started()
         if connection is None:
             return False
-        connection.settimeout(self._timeout)
+        connection.settimeout(min(max(0.05, end - time.monotonic()), threading.TIMEOUT_MAX))
         try:
             with contextlib.suppress(ConnectionError):  # of one that has ended, and may have said why
-                connection.send(b"welcome?")
+                connection.send(WELCOME)
             welcome = _welcome(connection)
         except OSError as error:
             connection.close()
@@ -382,9 +463,9 @@ class Loader(Steps[Any]):
 
     def _started(self) -> socket.socket | None:
         """A connection to a new supervisor; None if another process starts one."""
-        if (listener := listen(self.name)) is None:
+        if (listener := listen(self._full_name)) is None:
             return None
-        connection, pid = supervisor.start(self.name, listener, self._terms, self._recipe)
+        connection, pid = supervisor.start(self._full_name, listener, self._terms, self._recipe)
         _supervisors.append(pid)
         return connection
 
@@ -410,9 +491,10 @@ class _Server:
         self.connection = connection
         self._slots: dict[int, Memory] = {}
 
-    def next(self) -> tuple[int, Filled, Memory]:
-        """The number of a request, and its batch. Raises `BlockingIOError` if there is none for long, and other
-        `OSError`s.
+    def next(self) -> tuple[int, Filled, Memory | None]:
+        """The number of a request, and its batch; without its memory if that was lost, as after an error.
+
+        Raises `BlockingIOError` if there is none for long, and other `OSError`s.
         """
         message, fds = next_message(self.connection)
         request, *where = FILLED.unpack(message)
@@ -422,7 +504,7 @@ class _Server:
                 self._slots[filled.slot] = np.frombuffer(mmap.mmap(fd, filled.bytes), np.uint8)
             finally:
                 os.close(fd)
-        return request, filled, self._slots[filled.slot]
+        return request, filled, self._slots.get(filled.slot)
 
 
 _open: weakref.WeakSet[Loader] = weakref.WeakSet()
@@ -449,21 +531,11 @@ def _close_in_child() -> None:
     for connection in _kept:
         connection.close()
     for loader in _open:
-        loader._closed = True
+        loader._closed, loader._lock = True, threading.RLock()  # another thread may have had it
         loader._disconnect()
 
 
 os.register_at_fork(after_in_child=_close_in_child)
-
-
-def _name_of(what: Any) -> str:
-    """Of a function or class. The same in all processes."""
-    return f"{what.__module__}.{what.__qualname__}"
-
-
-def _kind_of(dataset: Any) -> str:
-    kind = _name_of(type(dataset))
-    return f"{kind} of {len(dataset)}" if hasattr(type(dataset), "__len__") else kind
 
 
 def _some(ids: list[int]) -> str:

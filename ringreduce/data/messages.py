@@ -13,13 +13,21 @@ from ringreduce.network.local import check_user, receive
 Key = tuple[int, int]
 """Which batch: its positions in the order, first and last + 1."""
 
-WANT, DONE, LAST = 1, 2, 3
+WANT, DONE, LAST, ANEW, KEEP = 1, 2, 3, 4, 5
 ASKED = struct.Struct("<qqqq")
-"""WANT or DONE, the request's number (0 for DONE), and a key; or LAST and zeros: the reader wants nothing any more. A
-reader sends several in one message.
+"""What, the request's number (0 if it is no WANT), and a key. A reader sends several in one message.
+
+WANT: prepare this batch. DONE: it is not needed any more. LAST: the reader wants nothing any more. ANEW: the reader may
+have lost what it was told; it needs only the batches that it names in the rest of this message, by WANT or by KEEP,
+which says that it holds the batch. LAST and ANEW have no key.
 
 Each WANT has a new number, which comes back with the batch. So if a batch is let go and asked for again while the first
 answer is under way, the reader does not take that answer for the second one.
+"""
+
+WELCOME, WHERE, BYE = b"welcome?", b"where?", b"bye"
+"""What a reader says to a supervisor: let me in; what are the servers doing; I want nothing any more. To the last one,
+the supervisor answers by closing the connection, and then nobody gets batches of this reader's dataset by it.
 """
 
 FILLED = struct.Struct("<qqqqqqq")
@@ -28,7 +36,7 @@ FILLED = struct.Struct("<qqqqqqq")
 LONGEST = 64 * 1024
 """Bytes of a message."""
 MOST_IN_ADVANCE = 64
-"""Batches. So what a reader is sent fits into its socket, and no server waits for a reader."""
+"""Batches."""
 
 
 class Filled(NamedTuple):

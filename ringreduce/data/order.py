@@ -38,12 +38,12 @@ class Order:
         self._blocks: OrderedDict[int, Ids] = OrderedDict()
 
     def ids(self, step: int, rank: int = 0, size: int = 1) -> Ids:
-        """The ids that rank `rank` of `size` reads in this step, as int64.
+        """The ids that rank `rank` of `size` reads in this step, as int64, in an array of its own.
 
         The ids of ranks 0, 1, ... one after the other are the step's batch. The first ranks have one id more than the
         last ones if `batch` is not a multiple of `size`. Raises `InvalidArgument`.
         """
-        return self.ids_at(*self.span(step, rank, size))
+        return self.ids_at(*self.span(step, rank, size)).copy()
 
     def epoch(self, step: int) -> int:
         """The epoch of the step's first id."""
@@ -70,7 +70,7 @@ class Order:
         return first, first + each + (rank < more)
 
     def ids_at(self, begin: int, end: int) -> Ids:
-        """The ids at the positions `begin` to `end` - 1, counted from the beginning of epoch 0."""
+        """The ids at the positions `begin` to `end` - 1, counted from the beginning of epoch 0. Not to be changed."""
         blocks = [self._block(number) for number in range(begin // BLOCK, (end - 1) // BLOCK + 1)]
         ids = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
         skipped = begin // BLOCK * BLOCK
@@ -85,7 +85,7 @@ class Order:
                 cuts = np.flatnonzero(np.diff(epochs)) + 1
                 parts = zip(np.split(epochs, cuts), np.split(places, cuts), strict=True)
                 ids = np.concatenate([self.permutation(int(epoch[0])).at(place) for epoch, place in parts])
-            ids.flags.writeable = False  # callers get views
+            ids.flags.writeable = False  # `ids_at` gives views
             self._blocks[number] = ids
             if len(self._blocks) > BLOCKS_KEPT:
                 self._blocks.popitem(last=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.utils.data import Sampler as TorchSampler
 
 from ringreduce.data.order import Order
-from ringreduce.data.steps import Steps
+from ringreduce.data.steps import Steps, share
 
 
 class Sampler(Steps[list[int]], TorchSampler[list[int]]):
@@ -14,13 +14,15 @@ class Sampler(Steps[list[int]], TorchSampler[list[int]]):
     Each iteration goes on at `step` and ends with the epoch that `step` is in. A DataLoader with workers asks for
     batches before it hands them out, so the program counts the steps that it has used, and sets `step` to resume.
 
-    order: which ids; rank, size: whose share of each batch, of how many. Raises `InvalidArgument`.
+    order: which ids; rank, size: whose share of each batch, of how many; by default, of the default group when a batch
+    is drawn. Raises `InvalidArgument`.
     """
 
-    def __init__(self, order: Order, rank: int = 0, size: int = 1, step: int = 0) -> None:
-        order.span(step, rank, size)  # checks them
+    def __init__(self, order: Order, rank: int | None = None, size: int | None = None, step: int = 0) -> None:
+        known = rank is not None and size is not None  # else they are looked up, and checked, when a batch is drawn
+        order.span(step, *(share(rank, size) if known else (0, 1)))
         self.order, self.rank, self.size, self.step = order, rank, size, step
 
     def batch_of(self, step: int) -> list[int]:
-        ids: list[int] = self.order.ids(step, self.rank, self.size).tolist()
+        ids: list[int] = self.order.ids(step, *share(self.rank, self.size)).tolist()
         return ids

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import random
 import select
 import socket
+import stat
 import time
 import traceback
 from collections import OrderedDict
@@ -17,10 +19,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils.data import Subset
 
 from ringreduce.common.failures import SystemFailure
 from ringreduce.data.batches import Failure, LaidOut, lay_out, lay_out_whole
-from ringreduce.data.messages import ASKED, DONE, FILLED, WANT, Filled, Key, accept, next_message
+from ringreduce.data.messages import ANEW, ASKED, DONE, FILLED, LAST, WANT, Filled, Key, accept, next_message
 from ringreduce.data.order import Order
 from ringreduce.data.permutation import mixed
 from ringreduce.network.local import close_all, send, shared_memory
@@ -29,8 +32,6 @@ KEPT = 16
 """Batches that nobody reads any more and that are kept for a reader that is behind."""
 NO_SHARE = (0, 0)
 """Of a reader that reads no part of the batches."""
-PATIENCE = 5.0
-"""Seconds in which other processes must have received descriptors that are under way, where these are too many."""
 ROOM = 1.25
 """A new slot has so many times the bytes of its first batch, for batches that are a little larger."""
 
@@ -53,6 +54,8 @@ class Reader:
         """The first position of the batch that it has asked for last."""
         self.share = NO_SHARE
         """Which part of each batch it reads, as `Server._share` says."""
+        self.untold: dict[Key, int] = {}
+        """Batches that are ready for it, with the numbers of its requests, while it has no room for messages."""
 
 
 @dataclass
@@ -70,17 +73,17 @@ class Slot:
 
 
 class Server:
-    """Serves `recipe` to whoever connects to `listener`. One thread.
+    """Serves `recipe` to whoever connects to `listener`. One thread, which never waits for a reader.
 
-    current[0]: where it notes the id that the dataset is asked for, or -1, so that the supervisor can name it if this
+    starter: a pidfd of the process that made the first Loader; see `leave_output`. current[0]: where it notes the id that the dataset is asked for, or -1, so that the supervisor can name it if this
     process dies.
 
     Parts of batches take turns. Of the same part, the batch that is the earliest in the order is made first. So a
     reader that has fallen behind others of its part catches up, and then each batch is made once for all of them.
     """
 
-    def __init__(self, recipe: Recipe, listener: socket.socket, current: memoryview) -> None:
-        self._recipe, self._listener, self._current = recipe, listener, current
+    def __init__(self, recipe: Recipe, listener: socket.socket, starter: int, current: memoryview) -> None:
+        self._recipe, self._listener, self._starter, self._current = recipe, listener, starter, current
         self._readers: dict[int, Reader] = {}
         self._wanted: dict[Key, dict[Reader, int]] = {}
         """Who waits for a batch, with the numbers of their requests."""
@@ -93,17 +96,25 @@ class Server:
         """By part: when, in batches made, it had its latest turn."""
         self._poll = select.poll()
         self._poll.register(listener, select.POLLIN)
+        self._poll.register(starter, select.POLLIN)
 
     def run(self) -> None:
         """Returns never: the process ends with its supervisor."""
         while True:
-            for fd, _ in self._poll.poll(0 if self._wanted else None):
+            for fd, events in self._poll.poll(0 if self._wanted else None):
                 if fd == self._listener.fileno():
                     if (connection := accept(self._listener)) is not None:
+                        connection.setblocking(False)
                         self._readers[connection.fileno()] = Reader(connection)
                         self._poll.register(connection, select.POLLIN)
+                elif fd == self._starter:
+                    self._poll.unregister(fd)
+                    leave_output()
                 elif (reader := self._readers.get(fd)) is not None:
-                    self._take(reader)
+                    if events & select.POLLOUT:
+                        self._send(reader)
+                    if events & ~select.POLLOUT:
+                        self._take(reader)
             if self._wanted:
                 self._make(min(self._wanted, key=lambda key: (self._served.get(self._share(key), 0), key)))
 
@@ -111,11 +122,15 @@ class Server:
         """Takes a message of a reader."""
         try:
             message, fds = next_message(reader.connection)
+        except BlockingIOError:
+            return
         except (OSError, SystemFailure):
             self._lose(reader)
             return
         close_all(fds)
+        unnamed: set[Key] = set()
         for kind, request, begin, end in ASKED.iter_unpack(message):
+            unnamed.discard((begin, end))
             if kind == WANT:
                 reader.latest, reader.share = begin, self._share((begin, end))
                 if slot := self._slots.get((begin, end)):
@@ -125,9 +140,15 @@ class Server:
                     self._wanted.setdefault((begin, end), {})[reader] = request
             elif kind == DONE:
                 self._let_go(reader, (begin, end))
-            else:
+            elif kind == ANEW:
+                unnamed = {*self._wanted, *self._slots}
+                reader.untold.clear()
+                self._forget_memory(reader)
+            elif kind == LAST:
                 reader.share = NO_SHARE
                 self._free_unawaited()
+        for key in unnamed:
+            self._let_go(reader, key)
 
     def _lose(self, reader: Reader) -> None:
         """A reader has gone."""
@@ -136,12 +157,17 @@ class Server:
         reader.connection.close()
         for key in {*self._wanted, *self._slots}:
             self._let_go(reader, key)
+        self._forget_memory(reader)
+        self._free_unawaited()
+
+    def _forget_memory(self, reader: Reader) -> None:
+        """This reader may have no slot's memory."""
         for slot in [*self._slots.values(), *self._free]:
             slot.known_to.discard(reader)
-        self._free_unawaited()
 
     def _let_go(self, reader: Reader, key: Key) -> None:
         """This reader does not need this batch any more."""
+        reader.untold.pop(key, None)
         waiting = self._wanted.get(key, {})
         if waiting.pop(reader, None) is not None and not waiting:
             del self._wanted[key]
@@ -195,7 +221,7 @@ class Server:
         dataset, order, collate, seeded = self._recipe
         ids = order.ids_at(*key).tolist()
         samples: Any
-        if hasattr(dataset, "__getitems__"):
+        if prepares_many(dataset):
             if seeded:
                 _seed(order.seed, *key)
             samples = dataset.__getitems__(ids)
@@ -245,10 +271,61 @@ class Server:
     def _tell(self, reader: Reader, request: int, slot: Slot) -> None:
         assert slot.filled is not None
         slot.readers.add(reader)
-        fds = [] if reader in slot.known_to else [slot.fd]
-        slot.known_to.add(reader)
-        with contextlib.suppress(OSError):  # a reader that has gone is found by `poll`
-            send(reader.connection, FILLED.pack(request, *slot.filled), fds, time.monotonic() + PATIENCE)
+        reader.untold[slot.filled[:2]] = request
+        self._send(reader)
+
+    def _send(self, reader: Reader) -> None:
+        """Tells a reader as much as it has room for."""
+        for key, request in [*reader.untold.items()]:
+            slot = self._slots[key]
+            assert slot.filled is not None
+            try:
+                fds = [] if reader in slot.known_to else [slot.fd]
+                send(reader.connection, FILLED.pack(request, *slot.filled), fds, deadline=0)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                if error.errno != errno.ETOOMANYREFS:
+                    reader.untold.clear()  # it has gone, as `poll` will say
+                time.sleep(0.001)  # until others have received theirs
+                break
+            slot.known_to.add(reader)
+            del reader.untold[key]
+        self._poll.modify(reader.connection, select.POLLIN | (select.POLLOUT if reader.untold else 0))
+
+
+def prepares_many(dataset: Any) -> bool:
+    """Whether it makes its samples itself when it is asked for several.
+
+    A `Subset` only hands such a call on, if what it is a part of has a `__getitems__`.
+    """
+    while isinstance(dataset, Subset) and type(dataset).__getitems__ is Subset.__getitems__:
+        dataset = dataset.dataset
+    return hasattr(dataset, "__getitems__")
+
+
+def leave_output() -> None:
+    """Gives up the output of the process that this one was forked from, now that it has ended.
+
+    Whoever reads it from a pipe, as `program | tee log` does, waits until nobody can write there any more.
+    """
+    for fd in (1, 2):
+        with contextlib.suppress(OSError):
+            if is_between_processes(fd):
+                replace_by_nothing(fd)
+
+
+def is_between_processes(fd: int) -> bool:
+    """Whether it is a socket or pipe, so that somebody may wait for its end."""
+    mode = os.fstat(fd).st_mode
+    return stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode)
+
+
+def replace_by_nothing(fd: int) -> None:
+    """Closes what the descriptor stands for, and keeps its number taken."""
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    os.dup2(nothing, fd, inheritable=fd <= 2)
+    os.close(nothing)
 
 
 class _OfId(Exception):

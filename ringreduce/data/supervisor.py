@@ -16,7 +16,6 @@ import secrets
 import select
 import signal
 import socket
-import stat
 import sys
 import traceback
 from collections.abc import Iterable
@@ -24,8 +23,8 @@ from typing import Any
 
 import torch
 
-from ringreduce.data.messages import accept, listen, next_message
-from ringreduce.data.server import Recipe, Server
+from ringreduce.data.messages import BYE, WHERE, accept, listen, next_message
+from ringreduce.data.server import Recipe, Server, is_between_processes, leave_output, replace_by_nothing
 
 PR_SET_NAME, PR_SET_PDEATHSIG = 15, 1
 
@@ -41,11 +40,13 @@ def start(name: str, listener: socket.socket, terms: dict[str, Any], recipe: Rec
     """
     try:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        starter = os.pidfd_open(os.getpid())
         pid = os.fork()
     except OSError:
         listener.close()
         raise
     if pid:
+        os.close(starter)
         theirs.close()
         listener.close()
         return ours, pid
@@ -56,7 +57,7 @@ def start(name: str, listener: socket.socket, terms: dict[str, Any], recipe: Rec
         _become(TITLE, keep=(listener.fileno(), theirs.fileno()))
         torch.set_num_threads(1)
         gc.freeze()  # so that collections of garbage do not copy memory that is shared with the parent
-        _Supervisor(name, listener, terms, recipe).run(theirs)
+        _Supervisor(name, listener, starter, terms, recipe).run(theirs)
     except BaseException as error:
         with contextlib.suppress(OSError):
             theirs.send(json.dumps({"failed": f"{error!r:.1000}"}).encode())
@@ -67,22 +68,24 @@ def start(name: str, listener: socket.socket, terms: dict[str, Any], recipe: Rec
 
 
 def _become(title: str, keep: Iterable[int]) -> None:
-    """Names this process and gives up all its sockets but those to `keep`.
+    """Names this process and gives up its input and all its sockets and pipes, but those to `keep` and its output.
 
-    What is at the other end of a socket must notice when the process that the socket is of has ended. Files stay open,
+    What is at the other end must notice when the process that they are of has closed them, or ended. Files stay open,
     since the dataset may read them. The numbers stay taken: an object of the parent may close its own once more.
     """
     ctypes.CDLL(None).prctl(PR_SET_NAME, title.encode(), 0, 0, 0)
-    kept, nothing = set(keep), os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    kept = {1, 2, *keep}
     for fd in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):
-            if fd not in kept and stat.S_ISSOCK(os.fstat(fd).st_mode):
-                os.dup2(nothing, fd, inheritable=False)
+            if fd not in kept and (fd == 0 or is_between_processes(fd)):
+                replace_by_nothing(fd)
 
 
 class _Supervisor:
-    def __init__(self, name: str, listener: socket.socket, terms: dict[str, Any], recipe: Recipe) -> None:
-        self._listener, self._terms, self._recipe = listener, terms, recipe
+    def __init__(
+        self, name: str, listener: socket.socket, starter: int, terms: dict[str, Any], recipe: Recipe
+    ) -> None:
+        self._listener, self._starter, self._terms, self._recipe = listener, starter, terms, recipe
         # The servers' own names: an earlier supervisor of this name may have ended before its servers.
         servers_name = f"{name} {secrets.token_hex(8)}"
         self._welcome = {"name": servers_name, "terms": terms}
@@ -98,39 +101,61 @@ class _Supervisor:
         self._readers: dict[int, socket.socket] = {}
         self._poll = select.poll()
         self._poll.register(listener, select.POLLIN)
+        self._poll.register(starter, select.POLLIN)
 
     def run(self, first: socket.socket) -> None:
         """Returns when the last reader has gone."""
         self._add(first)
         for number in range(len(self._doors)):
             self._fork(number)
+        listening = self._listener.fileno()
         while self._readers:
-            for fd, _ in self._poll.poll():
+            ready, newcomer = self._ready(), None
+            if listening in ready:
+                newcomer = accept(self._listener)
+                # A reader that had gone when this one came may be no reason to let it in. `poll` looks at one after the
+                # other, so that end may have come after its look.
+                ready |= self._ready(0)
+            for fd in ready - {listening}:
                 if fd in self._servers:
                     self._replace(fd)
                 elif fd in self._readers:
                     self._hear(self._readers[fd])
-                elif (connection := accept(self._listener)) is not None:
-                    self._add(connection)
-        self._listener.close()
+                elif fd == self._starter:
+                    self._poll.unregister(fd)
+                    leave_output()
+            if newcomer is not None and self._readers:
+                self._add(newcomer)
         for pid, _ in self._servers.values():
             os.kill(pid, signal.SIGKILL)
         for pid, _ in self._servers.values():
             os.waitpid(pid, 0)  # not every container has a first process that does it
+
+    def _ready(self, milliseconds: int | None = None) -> set[int]:
+        return {fd for fd, _ in self._poll.poll(milliseconds)}
 
     def _add(self, connection: socket.socket) -> None:
         self._readers[connection.fileno()] = connection
         self._poll.register(connection, select.POLLIN)
 
     def _hear(self, connection: socket.socket) -> None:
-        """A reader has asked to be let in, or gone."""
+        """A reader has asked something, or gone."""
         try:
-            next_message(connection)
-            connection.send(json.dumps(self._welcome).encode())
+            message, _ = next_message(connection)
+            if message == BYE:
+                raise ConnectionError
+            answer = {"where": self._where()} if message == WHERE else self._welcome
+            connection.send(json.dumps(answer).encode(), socket.MSG_DONTWAIT)
         except OSError:
             del self._readers[connection.fileno()]
             self._poll.unregister(connection)
+            if not self._readers:
+                self._listener.close()  # before the reader hears that it may go: who comes now finds nobody
             connection.close()
+
+    def _where(self) -> dict[int, tuple[int, int]]:
+        """By server: its process, and the id that it has asked the dataset for, or -1."""
+        return {number: (pid, self._current[number]) for pid, number in self._servers.values()}
 
     def _fork(self, number: int) -> None:
         parent, self._current[number] = os.getpid(), -1
@@ -143,7 +168,8 @@ class _Supervisor:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() == parent:
                 _become(f"data server {number}", keep=(self._doors[number].fileno(),))
-                Server(self._recipe, self._doors[number], self._current[number : number + 1]).run()
+                current = self._current[number : number + 1]
+                Server(self._recipe, self._doors[number], self._starter, current).run()
         except BaseException:
             traceback.print_exc()
             sys.stderr.flush()
@@ -160,7 +186,7 @@ class _Supervisor:
         how += f", in dataset[{current}]" if current >= 0 else ""
         for connection in self._readers.values():
             with contextlib.suppress(OSError):
-                connection.send(json.dumps({"died": number, "how": how}).encode(), socket.MSG_DONTWAIT)
+                connection.send(json.dumps({"died": (number, how)}).encode(), socket.MSG_DONTWAIT)
         self._fork(number)
 
 

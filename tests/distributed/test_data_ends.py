@@ -17,6 +17,7 @@ from bodies.data import Rows, is_alive, open_files, servers_of, until
 from distributed.harness import Rank, run
 
 from ringreduce.data import Loader, Order, loader, supervisor
+from ringreduce.data.identity import full_name
 from ringreduce.data.messages import address, next_message
 from ringreduce.errors import InvalidArgument, SampleFailed, SystemFailure
 
@@ -103,7 +104,7 @@ def nobody_answers(me: Rank) -> None:
     """Another process has taken the name and does not listen."""
     name = f"nobody {os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as taken:
-        taken.bind(address(name))
+        taken.bind(address(full_name(name, Rows(100), None)))
         with pytest.raises(SystemFailure, match=r"none was there for timeout=0.3 s"):
             Loader(Rows(100), Order(100, 10), name=name, timeout=0.3)
 

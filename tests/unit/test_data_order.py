@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import warnings
 from collections import Counter
 
 import numpy as np
@@ -77,9 +78,15 @@ def test_epochs_and_seeds_differ() -> None:
     assert len(different) == 39  # seed 1 is among both
 
 
-def test_ids_cannot_be_changed_by_a_caller() -> None:
-    with pytest.raises(ValueError, match="read-only"):
-        Order(100, 10).ids(0)[0] = 1
+def test_ids_are_the_callers_own() -> None:
+    """Also where they are of one block of the order's; `rows[ids]` of a tensor warns if they cannot be written."""
+    order = Order(100, 10)
+    ids, expected = order.ids(0), order.ids(0).tolist()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.arange(100)[ids].tolist() == expected
+    ids.sort()
+    assert order.ids(0).tolist() == expected != ids.tolist()
 
 
 def test_travels_to_other_processes() -> None:
