@@ -7,10 +7,11 @@ batch = read(memory, laid_out.end, laid_out.bytes)     # in any process; its ten
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -75,7 +76,7 @@ class LaidOut:
 def lay_out(samples: list[Any]) -> LaidOut:
     """Stacks samples to a batch.
 
-    A sample is a tensor, an array, a number, or a tuple, list or dict of samples. What else there is (texts, for
+    A sample is a tensor, an array, a number, or a tuple, list or mapping of samples. What else there is (texts, for
     example) is handed on in a list. Raises `ValueError` if the samples do not fit each other.
     """
     laid_out = LaidOut()
@@ -93,6 +94,7 @@ def lay_out_whole(batch: Any) -> LaidOut:
 def _stacked(samples: list[Any], laid_out: LaidOut, where: str) -> Any:
     first = samples[0]
     if isinstance(first, torch.Tensor):
+        _check_dense(first, where)
         _check_alike(samples, where, torch.Tensor)
         shape = (len(samples), *first.shape)
         return laid_out.add(samples, str(first.dtype)[6:], shape, first.element_size(), True)
@@ -104,16 +106,25 @@ def _stacked(samples: list[Any], laid_out: LaidOut, where: str) -> Any:
     if isinstance(first, bool | int | float):
         dtype = torch.float64 if isinstance(first, float) else None
         return _whole(torch.tensor(samples, dtype=dtype, device="cpu"), laid_out)
-    if isinstance(first, dict):
-        if any(not isinstance(each, dict) or each.keys() != first.keys() for each in samples):
-            raise ValueError(f"samples{where} are dicts of different keys; the first has {list(first)}")
-        return {key: _stacked([each[key] for each in samples], laid_out, f"{where}[{key!r}]") for key in first}
+    if isinstance(first, Mapping):
+        if any(not isinstance(each, Mapping) or each.keys() != first.keys() for each in samples):
+            raise ValueError(f"samples{where} are mappings of different keys; the first has {list(first)}")
+        values = {key: _stacked([each[key] for each in samples], laid_out, f"{where}[{key!r}]") for key in first}
+        return mapping_like(first, values)
     if isinstance(first, tuple | list):
         if any(not isinstance(each, type(first)) or len(each) != len(first) for each in samples):
             raise ValueError(f"samples{where} are sequences of different kinds or lengths; the first has {len(first)}")
         columns = enumerate(zip(*samples, strict=True))
         return like(first, [_stacked([*each], laid_out, f"{where}[{number}]") for number, each in columns])
     return samples
+
+
+def _check_dense(value: torch.Tensor, where: str = "") -> None:
+    if value.is_quantized or value.layout != torch.strided:
+        raise ValueError(
+            f"the tensor{where and f' at {where}'} is {'quantized' if value.is_quantized else value.layout}; batches "
+            "have dense tensors: return its to_dense() or dequantize(), or its parts"
+        )
 
 
 def _check_alike(samples: list[Any], where: str, kind: Any) -> None:
@@ -132,11 +143,12 @@ def _check_alike(samples: list[Any], where: str, kind: Any) -> None:
 
 def _whole(batch: Any, laid_out: LaidOut) -> Any:
     if isinstance(batch, torch.Tensor):
+        _check_dense(batch)
         return laid_out.add([batch], str(batch.dtype)[6:], tuple(batch.shape), batch.element_size(), False)
     if isinstance(batch, np.ndarray) and _is_plain(batch.dtype):
         return laid_out.add([batch], _name(batch.dtype), batch.shape, batch.itemsize, False)
-    if isinstance(batch, dict):
-        return {key: _whole(value, laid_out) for key, value in batch.items()}
+    if isinstance(batch, Mapping):
+        return mapping_like(batch, {key: _whole(value, laid_out) for key, value in batch.items()})
     if isinstance(batch, tuple | list):
         return like(batch, [_whole(value, laid_out) for value in batch])
     return batch
@@ -153,9 +165,27 @@ def _name(dtype: np.dtype[Any]) -> str:
 
 
 def like(example: Sequence[Any], values: list[Any]) -> Any:
-    """`values` in a list or tuple of the example's kind."""
+    """`values` in a list or tuple of the example's kind; in a plain one where that takes no such values."""
     make: Callable[..., Any] = type(example)
-    return make(*values) if hasattr(example, "_fields") else make(values)
+    try:
+        return make(*values) if hasattr(example, "_fields") else make(values)
+    except TypeError:  # torch.Size has integers only
+        return tuple(values) if isinstance(example, tuple) else values
+
+
+def mapping_like(example: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """`values` in a mapping of the example's kind, if that is no dict and takes them; else in a dict."""
+    if isinstance(example, dict):
+        return values
+    try:
+        if isinstance(example, MutableMapping):
+            found = copy.copy(example)
+            found.update(values)
+            return found
+        make: Callable[..., Any] = type(example)
+        return make(values)
+    except TypeError:
+        return values
 
 
 def read(memory: Memory, end: int, total: int) -> Any:
@@ -168,8 +198,8 @@ def _with_tensors(tree: Any, memory: Memory) -> Any:
         return _tensor(tree, memory)
     if isinstance(tree, Failure):
         return tree
-    if isinstance(tree, dict):
-        return {key: _with_tensors(value, memory) for key, value in tree.items()}
+    if isinstance(tree, Mapping):
+        return mapping_like(tree, {key: _with_tensors(value, memory) for key, value in tree.items()})
     if isinstance(tree, tuple | list):
         return like(tree, [_with_tensors(value, memory) for value in tree])
     return tree
