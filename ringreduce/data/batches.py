@@ -174,18 +174,12 @@ def like(example: Sequence[Any], values: list[Any]) -> Any:
 
 
 def mapping_like(example: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    """`values` in a mapping of the example's kind, if that is no dict and takes them; else in a dict."""
-    if isinstance(example, dict):
+    """`values` in a dict, or in a copy of the example if that is of another kind that can be written to."""
+    if isinstance(example, dict) or not isinstance(example, MutableMapping):
         return values
-    try:
-        if isinstance(example, MutableMapping):
-            found = copy.copy(example)
-            found.update(values)
-            return found
-        make: Callable[..., Any] = type(example)
-        return make(values)
-    except TypeError:
-        return values
+    found = copy.copy(example)
+    found.update(values)
+    return found
 
 
 def read(memory: Memory, end: int, total: int) -> Any:

@@ -358,6 +358,7 @@ class Loader(Steps[Any]):
 
     def _reconnect(self, number: int, end: float) -> None:
         """Connects to the server that replaces number `number`, and asks it for what the old one owes."""
+        self._check_usable()
         if (old := self._servers[number]) is not None:
             old.connection.close()
         connection = connect(supervisor.server_name(self._servers_name, number))
