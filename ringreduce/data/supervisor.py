@@ -82,9 +82,7 @@ def _become(title: str, keep: Iterable[int]) -> None:
 
 
 class _Supervisor:
-    def __init__(
-        self, name: str, listener: socket.socket, starter: int, terms: dict[str, Any], recipe: Recipe
-    ) -> None:
+    def __init__(self, name: str, listener: socket.socket, starter: int, terms: dict[str, Any], recipe: Recipe) -> None:
         self._listener, self._starter, self._terms, self._recipe = listener, starter, terms, recipe
         # The servers' own names: an earlier supervisor of this name may have ended before its servers.
         servers_name = f"{name} {secrets.token_hex(8)}"

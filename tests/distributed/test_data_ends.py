@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
+import select
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from bodies.data import Rows, is_alive, open_files, servers_of, until
-from distributed.harness import Rank, run
+from distributed.harness import Rank, in_threads, run
 
 from ringreduce.data import Loader, Order, loader, supervisor
 from ringreduce.data.identity import full_name
 from ringreduce.data.messages import address, next_message
 from ringreduce.errors import InvalidArgument, SampleFailed, SystemFailure
+from ringreduce.network.local import close_all
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -185,3 +189,116 @@ def leaves_no_zombies(me: Rank) -> None:
 
 def test_servers_that_end_leave_no_zombies() -> None:
     run(leaves_no_zombies, 1)
+
+
+class Interrupted(Exception):
+    pass
+
+
+def loses_messages(me: Rank) -> None:
+    """A signal's handler raises when a message has come and is not used yet: the first one of a step, or a later one."""
+    order, held = Order(400, 10), torch.tensor(0)
+    with Loader(Rows(400), order, 2, timeout=20) as reader:
+        for step in range(0, 39, 2):
+            expected, left = held.clone(), step % 3
+
+            def lossy(connection: socket.socket) -> tuple[bytes, list[int]]:
+                nonlocal left
+                message, fds = next_message(connection)
+                left -= 1
+                if left < 0:
+                    close_all(fds)
+                    raise Interrupted
+                return message, fds
+
+            loader.next_message = lossy
+            with contextlib.suppress(Interrupted):
+                reader.get(step)
+            loader.next_message = next_message
+            assert reader.get(step)[:, 0].tolist() == order.ids(step).tolist()
+            assert torch.equal(held, expected), "a batch that was held meanwhile has been overwritten"
+            held = reader.get(step + 1)
+            assert held[:, 0].tolist() == order.ids(step + 1).tolist()
+
+
+def test_an_interrupted_step_can_be_read_again() -> None:
+    run(loses_messages, 1)
+
+
+def lacks_descriptors(me: Rank) -> None:
+    order, limits = Order(100, 10), resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Loader(Rows(100), order, timeout=20) as reader:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, limits[1]))
+        files = []
+        with contextlib.suppress(OSError):
+            while True:
+                files.append(os.open(os.devnull, os.O_RDONLY))
+        with pytest.raises(SystemFailure, match="no descriptors left"):
+            reader.get(0)
+        close_all(files)
+        for step in range(10):
+            assert reader.get(step)[:, 0].tolist() == order.ids(step).tolist()
+
+
+def test_a_lack_of_descriptors_passes() -> None:
+    run(lacks_descriptors, 1)
+
+
+class Sleeps(Rows):
+    def __getitem__(self, number: int) -> np.ndarray:
+        time.sleep(1)
+        return super().__getitem__(number)
+
+
+def closes_beside(me: Rank) -> None:
+    """Another thread reads. It must start no supervisor, which nobody would end."""
+    reader = Loader(Sleeps(100), Order(100, 10), timeout=60)
+
+    def reads() -> None:
+        with pytest.raises(InvalidArgument, match="this Loader is closed"):
+            reader.get(0)
+
+    def closes() -> None:
+        time.sleep(0.2)
+        reader.close()
+
+    in_threads([reads, closes])
+    until(lambda: not (loader._reap() or loader._supervisors))
+
+
+def test_a_loader_may_be_closed_while_another_thread_reads() -> None:
+    run(closes_beside, 1)
+
+
+def gives_pipes_up(me: Rank) -> None:
+    """Who reads from a pipe gets its end: of pipes at once, of a process's output when that process has ended."""
+    order, name = Order(100, 10), f"pipes {os.getpid()}"
+    other, output, ready, go = os.pipe(), os.pipe(), os.pipe(), os.pipe()
+    if (pid := os.fork()) == 0:
+        os.dup2(output[1], 1)
+        os.dup2(output[1], 2)
+        for end in (output[1], other[1], go[1]):
+            os.close(end)
+        with Loader(Rows(100), order, name=name):
+            os.write(ready[1], b"x")
+            os.read(go[0], 1)
+            os._exit(0)
+    for pipe in (other, output):
+        os.close(pipe[1])
+    os.read(ready[0], 1)
+    with Loader(Rows(100), order, name=name) as reader:
+        assert not loader._supervisors, "the child's servers are not shared"
+        assert ended(other[0]), "a server has kept a pipe"
+        os.write(go[1], b"x")
+        os.waitpid(pid, 0)
+        assert ended(output[0]), "a server has kept the output of the process that started it"
+        assert reader.get(3)[:, 0].tolist() == order.ids(3).tolist()
+
+
+def ended(pipe: int) -> bool:
+    ready, _, _ = select.select([pipe], [], [], 20)
+    return bool(ready) and os.read(pipe, 1) == b""
+
+
+def test_servers_keep_no_pipe_open() -> None:
+    run(gives_pipes_up, 1)

@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +20,9 @@ import torch
 from bodies.data import Noise, Rows, is_alive, open_files, servers_of, until
 from distributed.harness import Rank, Ranks, run
 from processes import ROOT
+from torch.utils.data import IterableDataset, Subset, TensorDataset
 
-from ringreduce.data import Loader, Order, loader, supervisor
+from ringreduce.data import Loader, Order, Sampler, loader, supervisor
 from ringreduce.errors import InvalidArgument, SampleFailed, SystemFailure
 
 # what arrives
@@ -140,13 +143,38 @@ def test_batches_that_grow() -> None:
     run(ragged, 1)
 
 
+def shuffled(dataset: Any, size: int) -> dict[int, list[float]]:
+    """What readers that share each batch between `size` ranks get, by id."""
+    order, found = Order(40, 8, 1), {}
+    with Loader(dataset, order) as reader:
+        for step in range(5):
+            for rank in range(size):
+                found |= dict(
+                    zip(order.ids(step, rank, size).tolist(), reader.get(step, rank, size).tolist(), strict=True)
+                )
+    return found
+
+
+def parts(me: Rank) -> None:
+    noise = Noise(40)
+    halves = Subset(noise, [*range(1, 40, 2), *range(0, 40, 2)])
+    for dataset in (noise, halves, Subset(halves, range(40))):
+        assert shuffled(dataset, 1) == shuffled(dataset, 3), "the augmentation depends on the number of ranks"
+    with Loader(Subset(Whole(), range(29, -1, -1)), Order(30, 4, shuffle=False)) as reader:
+        assert reader.get(0)[0][:, 0].tolist() == [58, 56, 54, 52]
+
+
+def test_parts_of_a_dataset_are_seeded_by_example() -> None:
+    run(parts, 1)
+
+
 # an iteration
 
 
 def iteration(me: Rank) -> None:
     rows, order = Rows(50), Order(50, 8, 1)
-    with Loader(rows, order) as loader:
-        assert len(loader) == 7
+    with Loader(rows, order, 3) as loader:
+        assert len(loader) == 7 and loader.ahead == 6
         seen = [batch[:, 0].tolist() for batch in loader]
         assert seen == [order.ids(step).tolist() for step in range(7)]
         assert len(loader) == 6  # step 6 was the first of the second epoch, too
@@ -162,6 +190,19 @@ def iteration(me: Rank) -> None:
 
 def test_an_iteration_is_an_epoch_and_resumes() -> None:
     run(iteration, 1)
+
+
+def shares(me: Rank) -> None:
+    """Of the default group."""
+    order = Order(50, 8, 1)
+    sampler = Sampler(order)
+    assert next(iter(sampler)) == order.ids(0).tolist()
+    with Loader(Rows(50), order) as reader, me.join():
+        assert next(iter(sampler)) == order.ids(1, me.rank, 2).tolist() == reader.get(1)[:, 0].tolist()
+
+
+def test_the_default_share_is_the_ranks_own() -> None:
+    run(shares, 2)
 
 
 # sharing
@@ -249,6 +290,62 @@ def test_loaders_of_one_name_must_agree() -> None:
     run(other_terms, 1)
 
 
+class Phase:
+    """Samples of two datasets differ, and nothing in their pickles does: they cannot be pickled."""
+
+    def __init__(self, phase: int) -> None:
+        self.phase = phase
+
+    def __reduce__(self) -> Any:
+        raise TypeError("cannot be pickled")
+
+    def __getitem__(self, number: int) -> int:
+        return self.phase
+
+
+def phases(me: Rank) -> None:
+    """Each Loader of a name has another dataset; the one before was closed, has gone, or its process was killed."""
+    order, name = Order(100, 10), f"phases {os.getpid()}"
+    for phase in range(30):
+        reader = Loader(Phase(phase), order, 2, name=name)
+        assert reader.get(0).tolist() == [phase] * 10, f"phase {phase} has samples of another one"
+        if phase % 3 == 0:
+            reader.close()
+        del reader
+        if phase % 3 == 2:
+            if (pid := os.fork()) == 0:
+                Loader(Phase(-1), order, 2, name=name).get(0)
+                os.kill(os.getpid(), signal.SIGKILL)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+
+def test_servers_whose_readers_have_gone_serve_nobody() -> None:
+    run(phases, 1)
+
+
+def one_name(me: Rank) -> None:
+    """Loaders of one name, and all at the same time."""
+    order, name = Order(50, 10, shuffle=False), f"/one name {os.getpid()}"
+    whole = TensorDataset(torch.arange(100))
+    folds = [Loader(Subset(whole, range(start, start + 50)), order, name=name) for start in (0, 50)]
+    folds.append(Loader(Subset(whole, range(50)), order, name=name, collate=padded_whole))
+    assert [each.get(0)[0].tolist() for each in folds] == [[*range(10)], [*range(50, 60)], [*range(10)]]
+    same = Loader(Subset(TensorDataset(torch.arange(100)), range(50)), order, name=name)
+    assert same.get(0)[0].data_ptr() != folds[0].get(0)[0].data_ptr() and len(loader._supervisors) == 3
+    same.get(0)[0][0] = 77
+    assert folds[0].get(0)[0][0] == 77, "equal datasets share no memory"
+    for each in (*folds, same):
+        each.close()
+
+
+def padded_whole(samples: list[tuple[torch.Tensor]]) -> list[torch.Tensor]:
+    return [torch.stack([each for (each,) in samples])]
+
+
+def test_a_name_means_one_dataset() -> None:
+    run(one_name, 1)
+
+
 # views
 
 
@@ -293,6 +390,30 @@ def asked_twice(me: Rank) -> None:
 
 def test_what_was_let_go_is_not_taken_for_what_is_asked_again() -> None:
     run(asked_twice, 1)
+
+
+class Row:
+    def __getitem__(self, number: int) -> np.ndarray:
+        return np.full(100, number)
+
+
+def leaves_out_a_server(me: Rank) -> None:
+    """Its answers are not read. Another reader reads them all."""
+    order, name = Order(100_000, 1, shuffle=False), f"leaves out {os.getpid()}"
+    with (
+        Loader(Row(), order, 2, name=name, timeout=20) as every_second,
+        Loader(Row(), order, 2, name=name) as all_steps,
+    ):
+        for step in range(0, 1500, 2):  # after some 550, the socket was full
+            assert every_second.get(step)[0, 0] == step
+        for step in range(1501):
+            assert all_steps.get(step)[0, 0] == step
+        for step in (1499, 1501, 3):
+            assert every_second.get(step)[0, 0] == step
+
+
+def test_a_reader_may_leave_out_servers() -> None:
+    run(leaves_out_a_server, 1)
 
 
 # errors and ends
@@ -372,11 +493,13 @@ def deadly(me: Rank) -> None:
         ):
             loader.get(1)
         assert loader.get(4)[:, 0].tolist() == [8, 9]
-    with Loader(Slow(20), order, ahead=1, timeout=0.3) as loader:
-        with pytest.raises(SampleFailed, match=r"has not prepared ids 2, 3 in timeout=0.3 s"):
-            loader.get(1)
+    with Loader(Slow(20), order, ahead=1, timeout=timedelta(seconds=0.3)) as reader:
+        (server,) = servers_of(loader_supervisor())
+        where = rf"server 0 \(process {server}, in dataset\[3\]\)"
+        with pytest.raises(SampleFailed, match=rf"{where} has not prepared ids 2, 3 in timeout=0.3 s; .*OpenMP"):
+            reader.get(1)
         time.sleep(2)
-        assert loader.get(1)[:, 0].tolist() == [2, 3]
+        assert reader.get(1)[:, 0].tolist() == [2, 3]
 
 
 def test_no_wait_is_endless() -> None:
@@ -456,10 +579,25 @@ print(loader.get(3).nbytes, os.listdir("/dev/shm"))
     assert (ran.stdout, ran.returncode) == ("12800000 []\n", 0), ran.stderr
 
 
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
+
+
+@pytest.mark.parametrize("timeout", [0, -1, None, "5", float("inf"), float("nan")])
+def test_wrong_timeouts(timeout: Any) -> None:
+    with pytest.raises(InvalidArgument, match="Loader: timeout is .*; it must be a timedelta or seconds, above 0"):
+        Loader(Rows(10), Order(10, 2), timeout=timeout)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ((5, Order(10, 2)), "dataset is a int, without __getitem__"),
+        (
+            (Stream(), Order(10, 2)),
+            "dataset is a Stream, without __getitem__ .*; samples that can only be read one after",
+        ),
         ((Rows(10), 10), "order is 10; give a ringreduce.data.Order"),
         ((Rows(10), Order(10, 2), 0), "servers is 0; give an integer from 1 to 256"),
         ((Rows(10), Order(10, 2), 1, 65), "ahead is 65; give an integer from 1 to 64"),

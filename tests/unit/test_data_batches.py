@@ -35,7 +35,9 @@ def test_mappings_are_stacked_by_their_keys() -> None:
     encoding = arrived(lay_out([Encoding(ids=torch.arange(2) + each, n=each) for each in (0, 5)]))
     assert type(encoding) is Encoding and encoding.words == 7
     assert encoding["ids"].tolist() == [[0, 1], [5, 6]] and encoding["n"].tolist() == [0, 5]
-    assert {key: value.tolist() for key, value in arrived(lay_out([Counter(a=1), Counter(a=2)])).items()} == {"a": [1, 2]}
+    assert {key: value.tolist() for key, value in arrived(lay_out([Counter(a=1), Counter(a=2)])).items()} == {
+        "a": [1, 2]
+    }
     assert arrived(lay_out([MappingProxyType({"a": 1})]))["a"].tolist() == [1]
     whole = arrived(lay_out_whole(Encoding(ids=torch.arange(2))))
     assert type(whole) is Encoding and whole["ids"].tolist() == [0, 1]

@@ -85,7 +85,12 @@ def test_files_in_memory_are_told_apart_by_their_parts(tmp_path: Path) -> None:
 def test_of_what_is_very_large_a_part_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(identity, "MOST_BYTES", 10_000)
     monkeypatch.setattr(identity, "MOST_OBJECTS", 100)
-    for large in (np.zeros(10_000), torch.zeros(10_000), [f"{each}" for each in range(10_000)], [Of(1)] * 3 + [*map(Of, range(500))]):
+    for large in (
+        np.zeros(10_000),
+        torch.zeros(10_000),
+        [f"{each}" for each in range(10_000)],
+        [Of(1)] * 3 + [*map(Of, range(500))],
+    ):
         assert digest(Of(large)) == digest(Of(large)) != digest(Subset(Of(large), range(5)))
         assert digest(Subset(Of(large), range(5))) != digest(Subset(Of(large), range(5, 10)))
     assert digest(np.zeros(10_000)) != digest(np.arange(10_000))
@@ -97,7 +102,9 @@ def test_all_processes_find_the_same() -> None:
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
     from unit import test_data_identity  # as the other process names it
 
-    assert ran.stdout == f"{[test_data_identity.digest(make(1)) for make in test_data_identity.PAIRS.values()]}\n", ran.stderr
+    assert ran.stdout == f"{[test_data_identity.digest(make(1)) for make in test_data_identity.PAIRS.values()]}\n", (
+        ran.stderr
+    )
 
 
 def test_a_name_is_of_a_job_unless_it_begins_with_a_slash(monkeypatch: pytest.MonkeyPatch) -> None:
