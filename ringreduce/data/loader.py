@@ -30,7 +30,6 @@ from ringreduce.data.identity import full_name
 from ringreduce.data.messages import (
     ANEW,
     ASKED,
-    BYE,
     DONE,
     FILLED,
     KEEP,
@@ -197,7 +196,10 @@ class Loader(Steps[Any]):
         self._closed = True  # a `get` in another thread sees it
         with self._lock:
             self._keep_what_is_held()
-            self._disconnect(BYE)
+            if self._supervisor is not None:
+                with contextlib.suppress(OSError):  # a program that another thread is just starting has a copy
+                    self._supervisor.shutdown(socket.SHUT_RDWR)
+            self._disconnect()
         _reap()
 
     def __enter__(self) -> Loader:
@@ -393,19 +395,12 @@ class Loader(Steps[Any]):
                     _kept.add(kept)
                     weakref.finalize(holder, kept.close)
 
-    def _disconnect(self, last_words: bytes = b"") -> None:
-        """Leaves the servers, and the supervisor. With `last_words`, it returns when that has heard them."""
+    def _disconnect(self) -> None:
         for server in self._servers:
             if server is not None:
                 server.connection.close()
         self._servers = [None] * self.servers
         if self._supervisor is not None:
-            with contextlib.suppress(OSError):
-                if last_words:
-                    self._supervisor.settimeout(min(self._timeout, threading.TIMEOUT_MAX))
-                    self._supervisor.send(last_words)
-                    while self._supervisor.recv(LONGEST):
-                        pass
             self._supervisor.close()
             self._supervisor = None
 

@@ -25,10 +25,8 @@ Each WANT has a new number, which comes back with the batch. So if a batch is le
 answer is under way, the reader does not take that answer for the second one.
 """
 
-WELCOME, WHERE, BYE = b"welcome?", b"where?", b"bye"
-"""What a reader says to a supervisor: let me in; what are the servers doing; I want nothing any more. To the last one,
-the supervisor answers by closing the connection, and then nobody gets batches of this reader's dataset by it.
-"""
+WELCOME, WHERE = b"welcome?", b"where?"
+"""What a reader asks a supervisor: to be let in; what the servers are doing."""
 
 FILLED = struct.Struct("<qqqqqqq")
 """The number of a request, and where its batch is (`Filled`). The slot's memory comes along if this reader lacks it."""

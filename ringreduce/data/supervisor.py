@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from ringreduce.data.messages import BYE, WHERE, accept, listen, next_message
+from ringreduce.data.messages import WHERE, accept, listen, next_message
 from ringreduce.data.server import Recipe, Server, is_between_processes, leave_output, replace_by_nothing
 
 PR_SET_NAME, PR_SET_PDEATHSIG = 15, 1
@@ -111,8 +111,8 @@ class _Supervisor:
             ready, newcomer = self._ready(), None
             if listening in ready:
                 newcomer = accept(self._listener)
-                # A reader that had gone when this one came may be no reason to let it in. `poll` looks at one after the
-                # other, so that end may have come after its look.
+                # Nobody may be let in by the servers of readers who have gone before. `poll` looks at one connection
+                # after the other, so their ends may have come after its look.
                 ready |= self._ready(0)
             for fd in ready - {listening}:
                 if fd in self._servers:
@@ -124,6 +124,7 @@ class _Supervisor:
                     leave_output()
             if newcomer is not None and self._readers:
                 self._add(newcomer)
+        self._listener.close()
         for pid, _ in self._servers.values():
             os.kill(pid, signal.SIGKILL)
         for pid, _ in self._servers.values():
@@ -140,15 +141,11 @@ class _Supervisor:
         """A reader has asked something, or gone."""
         try:
             message, _ = next_message(connection)
-            if message == BYE:
-                raise ConnectionError
             answer = {"where": self._where()} if message == WHERE else self._welcome
             connection.send(json.dumps(answer).encode(), socket.MSG_DONTWAIT)
         except OSError:
             del self._readers[connection.fileno()]
             self._poll.unregister(connection)
-            if not self._readers:
-                self._listener.close()  # before the reader hears that it may go: who comes now finds nobody
             connection.close()
 
     def _where(self) -> dict[int, tuple[int, int]]:

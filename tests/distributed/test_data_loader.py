@@ -304,19 +304,39 @@ class Phase:
 
 
 def phases(me: Rank) -> None:
-    """Each Loader of a name has another dataset; the one before was closed, has gone, or its process was killed."""
-    order, name = Order(100, 10), f"phases {os.getpid()}"
-    for phase in range(30):
-        reader = Loader(Phase(phase), order, 2, name=name)
-        assert reader.get(0).tolist() == [phase] * 10, f"phase {phase} has samples of another one"
-        if phase % 3 == 0:
-            reader.close()
-        del reader
+    """Each Loader of a name has another dataset; the one before was closed, has gone, or its process was killed.
+
+    In the worst case, the supervisor wakes when the next reader has come.
+    """
+    order, name, next_message = Order(100, 10), f"phases {os.getpid()}", loader.next_message
+    for phase in range(12):
+        ours, theirs = os.pipe()
         if phase % 3 == 2:
             if (pid := os.fork()) == 0:
-                Loader(Phase(-1), order, 2, name=name).get(0)
-                os.kill(os.getpid(), signal.SIGKILL)
-            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+                reader = Loader(Phase(-1), order, 2, name=name)
+                os.write(theirs, b"%d" % loader_supervisor())
+                signal.pause()
+            sleeper = int(os.read(ours, 100))
+        else:
+            reader = Loader(Phase(-1), order, 2, name=name)
+            sleeper = loader_supervisor()
+
+        def wakes_the_supervisor(connection: socket.socket, sleeper: int = sleeper) -> tuple[bytes, list[int]]:
+            os.kill(sleeper, signal.SIGCONT)
+            return next_message(connection)
+
+        if phase % 2:
+            os.kill(sleeper, signal.SIGSTOP)
+            loader.next_message = wakes_the_supervisor
+        if phase % 3 == 2:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        elif phase % 3 == 1:
+            reader.close()
+        else:
+            del reader
+        with Loader(Phase(phase), order, 2, name=name) as reader:
+            assert reader.get(0).tolist() == [phase] * 10, f"phase {phase} has samples of another one"
 
 
 def test_servers_whose_readers_have_gone_serve_nobody() -> None:
