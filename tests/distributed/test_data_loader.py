@@ -322,6 +322,7 @@ def phases(me: Rank) -> None:
             sleeper = loader_supervisor()
 
         def wakes_the_supervisor(connection: socket.socket, sleeper: int = sleeper) -> tuple[bytes, list[int]]:
+            loader.next_message = next_message
             os.kill(sleeper, signal.SIGCONT)
             return next_message(connection)
 
