@@ -35,8 +35,8 @@ def full_name(name: str, dataset: Any, collate: Any) -> str:
 def _digest(dataset: Any, collate: Any) -> str:
     """Equal for equal datasets in all processes, as far as their pickles are equal. For others it differs.
 
-    It must neither take long nor raise an error. So of what cannot be pickled it covers the type only, and the beginning
-    of what is very large. The part that a `Subset` has comes first, as it is what differs between folds.
+    It must neither take long nor raise an error. So of what cannot be pickled it covers the type only, and of what is
+    very large the beginning. The part that a `Subset` has comes first, as it is what differs between folds.
     """
     indices = []
     while type(dataset) is Subset:

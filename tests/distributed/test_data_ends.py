@@ -196,7 +196,7 @@ class Interrupted(Exception):
 
 
 def loses_messages(me: Rank) -> None:
-    """A signal's handler raises when a message has come and is not used yet: the first one of a step, or a later one."""
+    """A signal's handler raises when a message has come and is not used yet: the first of a step, or a later one."""
     order, held = Order(400, 10), torch.tensor(0)
     with Loader(Rows(400), order, 2, timeout=20) as reader:
         for step in range(0, 39, 2):

@@ -607,7 +607,7 @@ class Stream(IterableDataset[int]):
 
 @pytest.mark.parametrize("timeout", [0, -1, None, "5", float("inf"), float("nan")])
 def test_wrong_timeouts(timeout: Any) -> None:
-    with pytest.raises(InvalidArgument, match="Loader: timeout is .*; it must be a timedelta or seconds, above 0"):
+    with pytest.raises(InvalidArgument, match=r"Loader: timeout is .*; it must be a timedelta or seconds, above 0"):
         Loader(Rows(10), Order(10, 2), timeout=timeout)
 
 
