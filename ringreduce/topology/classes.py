@@ -28,6 +28,16 @@ class LinkClass(IntEnum):
     SYS = 5
 
 
+PLACES = {
+    LinkClass.PIX: "below one PCIe switch",
+    LinkClass.PXB: "below one PCIe switch",
+    LinkClass.PHB: "below one host bridge",
+    LinkClass.NODE: "on one CPU",
+    LinkClass.SYS: "not on one CPU",
+}
+"""What two devices are that meet so far up."""
+
+
 @dataclass(frozen=True)
 class Device:
     """A GPU or NIC, what its slot carries, and what is known of its place: its NUMA node, or several that it might be
@@ -105,13 +115,10 @@ class _Groups:
                 self._join(pair, LinkClass.NODE)
         self._say_what_was_overruled()
         if guessed:
-            far = [self.name(pair) for pair in guessed if self.found(pair) is LinkClass.SYS]
-            near = [self.name(pair) for pair in guessed if self.found(pair) is not LinkClass.SYS]
-            taken = "; ".join(
-                f"{some(names)} taken as {'on' if same else 'not on'} one CPU"
-                for names, same in ((near, True), (far, False))
-                if names
-            )
+            places: dict[str, list[str]] = {}
+            for pair in sorted(guessed, key=self.found):
+                places.setdefault(PLACES[self.found(pair)], []).append(self.name(pair))
+            taken = "; ".join(f"{some(names)} taken as {place}" for place, names in places.items())
             self.assumed.append(f"How these pairs are joined over PCIe is not in it: {taken}.")
 
     def _believe_numa_nodes(self, pairs: Iterable[Pair]) -> None:

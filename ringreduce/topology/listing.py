@@ -60,6 +60,7 @@ _RULE = re.compile(r"[-=+|:\s]*")
 _NIC_ROW = re.compile(
     rf"(?<![\w.-])(?P<label>(?!GPU|N?V\d{{1,3}}{_APART})[A-Za-z][\w.:+-]*\d[\w.:+-]*){_APART}+(?={_CELL}+(?:{_APART}|$))"
 )
+_FOREIGN = re.compile(r"[A-Z]{2,8}\d{0,3}(?![^\s|])")
 _WRAPPED = re.compile(r"[A-Z0-9/,\-\s|]+")
 _NIC_LEGEND = re.compile(r"(NIC\d+)\s*:\s*([A-Za-z][\w.:+-]*)")
 
@@ -357,8 +358,11 @@ def _check(listing: Listing, where: str) -> None:
         if row.label.text not in listing.columns:
             raise _error(where, row.label, f"{row.label.text} has a row but no column{_WHOLE}")
         if len(row.cells) != (width := len(listing.columns)):
-            after = next((f", then {text!r:.40}" for text in (row.cpu_affinity, row.numa_affinity) if text), "")
-            what = f"{row.label.text} has {len(row.cells)} cells for {width} columns{after}{_WHOLE}"
+            text = row.cpu_affinity or row.numa_affinity
+            after, why = f", then {text!r:.40}" if text else "", _WHOLE
+            if _FOREIGN.match(text):
+                why = f", no link class of `nvidia-smi`: the text was altered, or another tool printed it; {HOW_TO}"
+            what = f"{row.label.text} has {len(row.cells)} cells for {width} columns{after}{why}"
             raise _error(where, _end(row), what)
         for label, cell in zip(listing.columns, row.cells, strict=True):
             _check_cell(where, row.label.text, label, cell)

@@ -8,7 +8,7 @@ link carries is not in a matrix: it comes from the user, from the GPUs' models, 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import chain, combinations
 
 from ringreduce.common.failures import TopologyError
 from ringreduce.topology.classes import Device, LinkClass, Pair, pcie_tree, some
@@ -30,8 +30,11 @@ from ringreduce.topology.rates import (
     smp,
 )
 
-_MODEL_NAME = re.compile(r"^(?:[^\w\n]*GPU (\d{1,4}):|\|\s+(\d{1,4})\s) {0,8}(\w[^\n|]{0,80})", re.MULTILINE)
-"""As `nvidia-smi -L`, `nvidia-smi nvlink --status` and the table of `nvidia-smi` list GPUs."""
+_MODEL_NAME = re.compile(
+    r"^(?:[^\w\n]*GPUs? ?(\d[\d,\- ]{0,400}):|\|\s+(\d{1,4})\s) {0,8}(\w[^\n|]{0,80})", re.MULTILINE
+)
+"""As `nvidia-smi -L`, `nvidia-smi nvlink --status` and the table of `nvidia-smi` list GPUs, and as bug reports name
+several in one line."""
 
 _ACCESS = re.compile(r"GPU(\d{1,4})((?:[\s|]+(?:X|OK|NS|CNS|GNS|TNS|DR|U))+)[\s|]*$")
 _ACCESS_COMMAND = re.compile(r"topo\s+(?:-p2p|--p2pstatus)\s+(\w)")
@@ -124,13 +127,12 @@ def _nic(at: int, label: str, listing: Listing, carries: Rate) -> Device:
 
 def _numbers(text: str) -> frozenset[int]:
     """The numbers in a list such as "0-19,40-59"; none if it is something else, such as "N/A"."""
-    numbers: set[int] = set()
-    for part in text.split(","):
-        bounds = re.fullmatch(r"\s*(\d{1,5})(?:-(\d{1,5}))?\s*", part)
-        if not bounds:
-            return frozenset()
-        numbers.update(range(int(bounds[1]), int(bounds[2] or bounds[1]) + 1))
-    return frozenset(numbers)
+    return frozenset(chain.from_iterable(_ranges(text)))
+
+
+def _ranges(text: str) -> list[range]:
+    parts = [re.fullmatch(r"\s*(\d{1,5})(?:\s?-\s?(\d{1,5}))?\s*", part) for part in text.split(",")]
+    return [range(int(part[1]), int(part[2] or part[1]) + 1) for part in parts if part] if all(parts) else []
 
 
 def _models(
@@ -146,7 +148,10 @@ def _models(
                 what = f"{gpu} has {most[gpu]} NVLinks, more than --gpu {known.name} can have; name the right model"
                 raise _error(where, row, what)
         return dict.fromkeys(rows, known)
-    named = {f"GPU{int(one or other)}": model_in(name) for one, other, name in _MODEL_NAME.findall(text)}
+    named: dict[str, Model | None] = {}
+    for several, one, name in _MODEL_NAME.findall(text):
+        ranges, found = _ranges(several or one), model_in(name)
+        named |= {gpu: found for gpu in rows if any(int(gpu[3:]) in each for each in ranges)}
     models = {gpu: listed for gpu in rows if (listed := named.get(gpu))}
     if any(most[gpu] > listed.links for gpu, listed in models.items()):
         notes.append("The GPU models that the text lists cannot have so many NVLinks; they were not used. Set --gpu.")

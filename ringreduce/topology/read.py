@@ -15,7 +15,7 @@ from ringreduce.topology.graph import LinkGraph, off_the_fabric
 from ringreduce.topology.matrix import read_matrix
 from ringreduce.topology.nccl_xml import read_nccl_xml
 from ringreduce.topology.rates import NOTHING, Assumed
-from ringreduce.topology.rocm import is_rocm, read_rocm
+from ringreduce.topology.rocm import is_rocm, read_rocm, tables_of_amd_smi
 
 KINDS = (
     "what `nvidia-smi topo -m`, `rocm-smi --showtopo` or `amd-smi topology` prints, the XML of NCCL or RCCL "
@@ -26,6 +26,8 @@ LONGEST_NAME = 4096
 
 _XML = re.compile(r"\s*(?:<\?xml|<!--|<!DOCTYPE|<(?:system|graphs|topology|nvidia_smi_log)\b)")
 _EMBEDDED = re.compile(r"<system\b[^>]{0,200}>\s*<cpu\b")
+_UNKNOWN_LINKS = "of whose links nothing is known here; describe the machine as the JSON of a link graph"
+_ROW_WITH = r"^[^\w\n]*GPU\d{{1,4}}[ \t|]+(?:[A-Z]+\d*[ \t|]+)*(?:{})(?![\w-])"
 _NOT_A_TOPOLOGY = (
     (
         re.compile(r"^\s*Link \d+: (?:[\d.]+ GB/s|<inactive>)", re.MULTILINE),
@@ -33,10 +35,26 @@ _NOT_A_TOPOLOGY = (
         "save what both print in one file",
     ),
     (
-        re.compile(r"^\W*NPU\d+\b", re.MULTILINE),
-        "it is of Ascend NPUs, of whose links nothing is known here; give GPUs",
+        re.compile(r"^\W*(?:NPU|Phy-ID)\d+\b", re.MULTILINE),
+        f"it is of Ascend NPUs, {_UNKNOWN_LINKS}",
+    ),
+    (
+        re.compile(r"^[^\w\n]*GPU \d+/\d+\b", re.MULTILINE),
+        f"it is of Intel's GPUs, {_UNKNOWN_LINKS}",
+    ),
+    (
+        re.compile(r'"link_type"\s*:'),
+        "it is a part of what `amd-smi topology --json` prints; save all of it, or leave out --json",
     ),
 )
+_OTHER_VENDORS = (
+    (re.compile(_ROW_WITH.format("MX|ETH"), re.MULTILINE), f"it is of MetaX GPUs (mx-smi), {_UNKNOWN_LINKS}"),
+    (
+        re.compile(_ROW_WITH.format(r"MT\d+|[SMH]PB|INT"), re.MULTILINE),
+        f"it is of Moore Threads GPUs (mthreads-gmi), {_UNKNOWN_LINKS}",
+    ),
+)
+"""Matrices that look like those of nvidia-smi, but have classes of their own."""
 _ESCAPED = re.compile(r"\\[nt][ \t]*GPU\d|Affinity\\n[\"']")
 
 
@@ -58,6 +76,8 @@ def read(text: str, where: str, assume: Assumed = NOTHING, folder: Path | None =
     elif _ESCAPED.search(text):
         written_out = re.sub(r"\\{1,8}([rnt])", lambda found: {"r": "", "n": "\n", "t": "\t"}[found[1]], text)
         graph = replace(_read_report(written_out, rf"{where}, with \n and \t written out", assume), name=where)
+    elif tables := tables_of_amd_smi(text):
+        graph = replace(read_rocm(tables, f"{where}, as tables", assume), name=where)
     elif text.lstrip().startswith("{"):
         if assume != NOTHING:
             raise TopologyError(
@@ -97,11 +117,12 @@ def _read_report(text: str, where: str, assume: Assumed) -> LinkGraph:
         return read_nccl_xml(_blanked(text, found.start()) + text[found.start() : end + 9], where, assume)
     if is_rocm(text):
         return read_rocm(text, where, assume)
-    for shown, what in _NOT_A_TOPOLOGY:
-        if not re.search(r"GPU\d", text) and (at := shown.search(text)):
+    names_gpus = re.search(r"GPU\d", text)
+    for shown, what in _OTHER_VENDORS if names_gpus else _NOT_A_TOPOLOGY:
+        if at := shown.search(text):
             line = text.count("\n", 0, at.start()) + 1
             raise TopologyError(f"{where}: line {line}, column 1: {what}")
-    if not re.search(r"GPU\d", text):
+    if not names_gpus:
         start = text.strip()[:40]
         raise TopologyError(f"{where}: line 1, column 1: it begins {start!r}, which is no topology; expected {KINDS}")
     return read_matrix(text, where, assume)

@@ -6,6 +6,7 @@ not that a link joins them.  The weight is 15 for each link on the way, so where
 weight are linked; where it is not, all are taken to be, and `LinkGraph.assumed` says so.
 """
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,6 +51,23 @@ class _Row:
 def is_rocm(text: str) -> bool:
     """Whether a text has a row with AMD's link types, or one of the titles above them."""
     return _TYPE.search(text) is not None or _TITLE.search(text) is not None
+
+
+def tables_of_amd_smi(text: str) -> str:
+    """What `amd-smi topology` prints, by what it prints with --json; "" if `text` is something else, or cut off."""
+    if not (text.lstrip().startswith("[") and '"link_type"' in text):
+        return ""
+    try:
+        to = {gpu["gpu"]: {link["gpu"]: link for link in gpu["links"]} for gpu in json.loads(text)}
+        lines = []
+        for title, key, itself in (("LINK TYPE", "link_type", "SELF"), ("WEIGHT", "weight", 0)):
+            lines.append(f"{title} TABLE:")
+            for gpu, links in to.items():
+                cells = (itself if other == gpu else links.get(other, {}).get(key, "N/A") for other in to)
+                lines.append(" ".join(map(str, (f"GPU{gpu}", *cells))))
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
+        return ""
+    return "\n".join(lines)
 
 
 def read_rocm(text: str, where: str, assume: Assumed) -> LinkGraph:

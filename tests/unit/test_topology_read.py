@@ -73,6 +73,8 @@ MACHINES = {
     "mi50_x4_tables_side_by_side.txt": ([0] * 4, 0, [1], 0),
     "b300_x7_odd_even_cores.txt": ([18] * 7, 1, [0, 1], 0),
     "h100_x8_nic_rows_cut.txt": ([18] * 8, 1, [0, 1], 12),
+    "rtx4090_x4_named_in_one_line.txt": ([0] * 4, 0, [0], 0),
+    "a100_x2_pxb_to_one_nic.txt": ([12] * 2, 0, [0, 1], 5),
     "aws_p4d_a100_x8.xml": ([0] * 8, 0, [0, 1], 4),
     "azure_nc48_a100_x2.xml": ([12] * 2, 0, [0, 1], 1),
     "azure_nc96_a100_x4.xml": ([0] * 4, 0, [0, 1, 2, 3], 1),
@@ -140,6 +142,12 @@ def test_numa_column_tells_cpus_apart() -> None:
         {"GPU5", "GPU6"},
     ]
     assert any("GPU0-GPU3, GPU1-GPU2" in text and "one CPU" in text for text in graph.assumed)
+
+
+def test_pairs_are_said_to_be_where_the_tree_has_them() -> None:
+    graph = fixture("a100_x2_pxb_to_one_nic.txt")
+    assert [joined(graph, *joined(graph, at)) - {at} for at in ("GPU0", "GPU1", "NIC2")] == [{"PCIe0"}] * 3
+    assert any(text.endswith("GPU0-GPU1 taken as below one PCIe switch.") for text in graph.assumed)
 
 
 def test_numa_nodes_that_differ_leave_nothing_to_assume() -> None:
@@ -283,6 +291,19 @@ def test_models_in_the_text_are_used() -> None:
     assert slower.by_ends["GPU0", "GPU1"].capacity == 2 * 20.0
     other = read("GPU 0: Tesla T4 (UUID: GPU-1)\nGPU0 X NV4\nGPU1 NV4 X\n", "of another machine")
     assert any("cannot have so many" in text for text in other.assumed)
+
+
+@pytest.mark.parametrize("several", ["GPU 0,1,2,3", "GPU 0, 1, 2, 3", "GPU 0-3", "GPUs 0 - 1,2-3", "GPU0-3"])
+def test_one_line_may_name_the_model_of_several_gpus(several: str) -> None:
+    text = (FIXTURES / "rtx4090_x4_named_in_one_line.txt").read_text()
+    line = "GPU 0,1,2,3: NVIDIA GeForce RTX 4090"
+    graph = read(text.replace(line, line.replace("GPU 0,1,2,3", several)), "one line")
+    each = read(text.replace(line, "".join(line.replace("0,1,2,3", f"{at}") + "\n" for at in range(4))), "one line")
+    assert graph == each and {gpu.detail for gpu in graph.gpus} == {"rtx4090"}
+    assert graph.by_ends["GPU0", "PCIe0"].capacity == pytest.approx(pcie(16.0, 16))
+    assert any("GeForce" in text for text in graph.assumed)
+    some = read(text.replace(line, "GPU 1,3: NVIDIA GeForce RTX 4090\nGPU 0,2: NVIDIA RTX A6000"), "two lines")
+    assert [gpu.detail for gpu in some.gpus] == ["a6000", "rtx4090"] * 2
 
 
 def test_wrong_models_are_refused() -> None:
@@ -479,8 +500,16 @@ def edited(line: int, old: str, new: str) -> str:
         (edited(3, " X ", "SYS"), (3, 10), "only from itself to itself is X"),
         (edited(4, "SYS", "X"), (4, 22), "only from itself to itself is X"),
         (edited(4, "SYS", "N/A"), (4, 21), "GPU2 has 4 cells for 12 columns, then 'N/A'"),
-        ("\tGPU0\tGPU1\nGPU0\tX\tMX\nGPU1\tMX\tX\n", (2, 7), "GPU0 has 1 cells for 2 columns, then 'MX'"),
-        ("   GPU0  GPU1\nGPU0  X  MX\nGPU1  MX  X\n", (2, 8), "GPU0 has 1 cells for 2 columns, then 'MX'"),
+        ("\tGPU0\tGPU1\nGPU0\tX\tQX2\nGPU1\tQX2\tX\n", (2, 7), "2 columns, then 'QX2', no link class of `nvidia-smi"),
+        ("   GPU0  GPU1\nGPU0  X  QX\nGPU1  QX  X\n", (2, 8), "GPU0 has 1 cells for 2 columns, then 'QX', no link"),
+        ("\tGPU0\tGPU1\nGPU0\tX\tMX\nGPU1\tMX\tX\n", (2, 1), "of MetaX GPUs"),
+        ("   GPU0  GPU1\nGPU0  X  MT2\nGPU1  MT2  X\n", (2, 1), "of Moore Threads GPUs"),
+        ("  GPU0 GPU1 GPU2\nGPU0 X SYS MPB\nGPU1 SYS X SYS\nGPU2 MPB SYS X\n", (2, 1), "of Moore Threads GPUs"),
+        ("  GPU0 GPU1 GPU2\nGPU0 X SYS SYS\nGPU1 SYS X SPB\nGPU2 SYS SPB X\n", (3, 1), "of Moore Threads GPUs"),
+        ("          Phy-ID12  Phy-ID13\nPhy-ID12  X  SIO\nPhy-ID13  SIO  X\n", (1, 1), "of Ascend NPUs"),
+        ("      NPU0  NPU1\nNPU0  X  HCCS\nNPU1  HCCS  X\n", (1, 1), "of Ascend NPUs"),
+        ("         GPU 0/0|GPU 1/0\nGPU 0/0 |S  |XL8\nGPU 1/0 |XL8  |S\n", (1, 1), "of Intel's GPUs"),
+        ('[{"gpu": 0, "links": [{"gpu": 1, "link_type": "XGMI"', (1, 1), "part of what `amd-smi topology --json`"),
         ("      GPU0  GPU1  CPU\nGPU0  X  NV1  PHB\nGPU1  NV1  X  PHB\n", (3, 18), "no header that can be read"),
         (edited(5, "GPU3", "GPU9"), (5, 1), "GPU9 has a row but no column"),
         ("\n".join(MATRIX.split("\n")[:8]), (8, 53), "GPU7 has a column but no row"),
@@ -748,6 +777,25 @@ def test_amd_smi_calls_gpus_by_bus() -> None:
     assert any("all pairs assumed" in text for text in without_weights.assumed)
     over_pcie = read(amd_smi("LINK TYPE", cells("SELF", "PCIE", "PCIE")), "amd-smi")
     assert lanes(over_pcie) == [0] * 4
+
+
+def test_amd_smi_in_json() -> None:
+    def to(gpu: int) -> list[dict[str, object]]:
+        kinds = {other: ("XGMI", 15) if gpu // 2 == other // 2 else ("XGMI", 30) for other in reversed(range(4))}
+        return [{"gpu": other, "link_type": kind, "weight": weight} for other, (kind, weight) in kinds.items()]
+
+    said = [{"gpu": gpu, "bdf": BUSES[gpu], "links": to(gpu)} for gpu in range(4)]
+    graph = read(json.dumps(said), "amd-smi.json")
+    assert graph.name == "amd-smi.json" and lanes(graph) == [1] * 4
+    assert [{link.dst for link in graph.following[gpu.name] if link.kind in FABRIC} for gpu in graph.gpus] == [
+        {"GPU1"},
+        {"GPU0"},
+        {"GPU3"},
+        {"GPU2"},
+    ]
+    del said[3]["links"][2:]  # type: ignore[union-attr]
+    with pytest.raises(TopologyError, match=r"^amd-smi.json, as tables: line 2, .*GPU3 is XGMI, but .* it is N/A"):
+        read(json.dumps(said), "amd-smi.json")
 
 
 @pytest.mark.parametrize(
