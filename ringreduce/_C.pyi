@@ -158,6 +158,8 @@ class Settings:
         join_gpus: Callable[[ProcessGroupRing, int, int], None],
         topology: str,
         number: int,
+        id: str,
+        job: str,
         ask: Callable[[str, int, int, bool, bool], tuple[list[int], int, int, int, int]],
     ) -> None: ...
 
@@ -184,7 +186,13 @@ class RankSeen:
     number: int
     recent: list[tuple[int, int]]
 
-def observe(memfd: int) -> list[RankSeen]: ...
+class GroupSeen:
+    name: str
+    job: str
+    size: int
+    ranks: list[RankSeen]
+
+def observe(memfd: int) -> GroupSeen: ...
 
 class Operator:
     @staticmethod
@@ -268,6 +276,8 @@ class ProcessGroupRing(Backend):
     def topology(self) -> str: ...
     @property
     def number(self) -> int: ...
+    @property
+    def job(self) -> str: ...
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Work: ...
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Work: ...
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Work: ...

@@ -59,9 +59,15 @@ LOG += "".join(
 
 RECORD = pickle.dumps(
     {
-        "pg_config": {"0": {"ranks": "[0, 1, 2]"}},
+        "ringreduce": {
+            "host": "a",
+            "pid": 7,
+            "boot": "",
+            "groups": [{"name": "0", "ranks": [0, 1, 2], "id": "1", "job": "1", "made_ns": 1}],
+        },
         "entries": [
             {
+                "pg_id": 0,
                 "process_group": ("0", "default_pg"),
                 "profiling_name": "ringreduce:all_reduce",
                 "is_p2p": False,
@@ -72,7 +78,9 @@ RECORD = pickle.dumps(
                 "time_discovered_started_ns": number * 10**9 + 1000,
                 "time_discovered_completed_ns": number * 10**9 + 2000,
                 "input_sizes": [[1000]],
+                "output_sizes": [[1000]],
                 "input_dtypes": ["Float"],
+                "output_dtypes": ["Float"],
             }
             for number in range(1, 4)
         ],

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <optional>
 #include <utility>
 
 #include "core/types.h"
@@ -31,8 +32,9 @@ class Copy {
   alignas(Part) std::byte bytes_[sizeof(Part)];
 };
 
-// `later`: a second copy of the same. A call that was being written during the first is another one there.
-RankSeen seen(int rank, const RankControl& control, const RankControl& later) {
+// What a rank writes over while it is copied may be half of one record and half of the next. The number of a record
+// only grows, so a copy is whole if the record had its number in a copy `before` and in one `after` it.
+RankSeen seen(int rank, const RankControl& before, const RankControl& control, const RankControl& after) {
   RankSeen its;
   its.rank = rank;
   its.global_rank = control.global_rank;
@@ -43,8 +45,10 @@ RankSeen seen(int rank, const RankControl& control, const RankControl& later) {
   its.since_sign = now() - control.heartbeat;
   if (its.entered > its.completed) its.waits_for = control.waiting_for;
   for (std::uint64_t back = 0; back < std::min<std::uint64_t>(CallHistory::kKept, its.entered); ++back) {
-    const auto call = control.calls.find(its.entered - back);
-    std::string text = call && later.calls.find(call->seq) ? describe(*call, control.calls.op_of(call->seq)) : "";
+    const std::uint64_t seq = its.entered - back;
+    const bool whole = before.calls.find(seq) && after.calls.find(seq);
+    const auto call = whole ? control.calls.find(seq) : std::nullopt;
+    std::string text = call ? describe(*call, control.calls.op_of(call->seq)) : "";
     if (text.empty()) continue;
     if (its.call.empty()) {
       its.call = std::move(text);
@@ -57,20 +61,21 @@ RankSeen seen(int rank, const RankControl& control, const RankControl& later) {
 
 }  // namespace
 
-std::vector<RankSeen> observe(int memfd) {
+GroupSeen observe(int memfd) {
   const Copy<Segment::Header> header(memfd, 0);
   const std::uint64_t format = header->format;
   if (format == 0) return {};
   if (format != Segment::kFormat)
     throw Error(ErrorKind::invalid_argument, "this is not the memory of a group, or one of another version");
   const Layout layout(header->geometry);
-  std::vector<RankSeen> ranks;
-  for (int rank = 0; rank < static_cast<int>(layout.ranks); ++rank) {
+  const auto text = [](const auto& field) { return std::string(field, strnlen(field, sizeof(field))); };
+  GroupSeen group{text(header->name), text(header->job), static_cast<int>(layout.ranks), {}};
+  for (int rank = 0; rank < group.size; ++rank) {
     const std::size_t offset = Segment::offset_of(rank, layout);
-    const Copy<RankControl> control(memfd, offset), later(memfd, offset);
-    if (control->state.load() != RankState::absent) ranks.push_back(seen(rank, *control, *later));
+    const Copy<RankControl> before(memfd, offset), control(memfd, offset), after(memfd, offset);
+    if (before->state.load() != RankState::absent) group.ranks.push_back(seen(rank, *before, *control, *after));
   }
-  return ranks;
+  return group;
 }
 
 }  // namespace ringreduce

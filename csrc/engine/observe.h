@@ -25,8 +25,14 @@ struct RankSeen {
   std::vector<std::pair<std::uint64_t, std::uint64_t>> recent;  // of its latest calls: number, bytes of a block
 };
 
-// The ranks that share the memory `memfd`, a descriptor that stays the caller's; empty if the ranks have not met yet.
+struct GroupSeen {
+  std::string name, job;        // see Segment::Title
+  int size = 0;                 // ranks, those on other hosts included
+  std::vector<RankSeen> ranks;  // that share the memory
+};
+
+// The group that has the memory `memfd`, a descriptor that stays the caller's; without ranks if these have not met yet.
 // Throws invalid_argument if that is no memory of a group, or one of another version.
-std::vector<RankSeen> observe(int memfd);
+GroupSeen observe(int memfd);
 
 }  // namespace ringreduce

@@ -231,6 +231,11 @@ void bind_transport(py::module_& m) {
 
 // What `ringreduce top` shows.
 void bind_observe(py::module_& m) {
+  py::class_<GroupSeen>(m, "GroupSeen")
+      .def_readonly("name", &GroupSeen::name)
+      .def_readonly("job", &GroupSeen::job)
+      .def_readonly("size", &GroupSeen::size)
+      .def_readonly("ranks", &GroupSeen::ranks);
   py::class_<RankSeen> seen(m, "RankSeen");
   seen.def_readonly("rank", &RankSeen::rank)
       .def_readonly("global_rank", &RankSeen::global_rank)
@@ -251,7 +256,7 @@ void bind_settings(py::module_& m) {
   py::class_<S> settings(m, "Settings");
   bind_members(settings, "name", &S::name, "global_ranks", &S::global_ranks, "recorded_calls", &S::recorded_calls,
                "dump_when_broken", &S::dump_when_broken, "print_calls", &S::print_calls, "regroup", &S::regroup,
-               "join_gpus", &S::join_gpus, "topology", &S::topology, "number", &S::number)
+               "join_gpus", &S::join_gpus, "topology", &S::topology, "number", &S::number, "id", &S::id, "job", &S::job)
       .def(init_by_keywords<S>())
       .def_property("patience", nullptr,
                     [](S& s, const std::tuple<int, int, bool>& patience) {
@@ -289,6 +294,7 @@ std::vector<RankName> rank_names(const Names& names) {
 c10::intrusive_ptr<Group> make_group(const py::kwargs& given) {
   auto members = from_keywords<Members>(given);
   members.warn = [](const std::string& text) { TORCH_WARN(text); };
+  members.group = {members.settings.name, members.settings.job};
   return c10::make_intrusive<Group>(team_of(members), std::move(members.settings));
 }
 
@@ -341,6 +347,7 @@ void bind_group(py::module_& m) {
           py::arg("settings"))
       .def_property_readonly("topology", &Group::topology)
       .def_property_readonly("number", &Group::number)
+      .def_property_readonly("job", &Group::job_id)
       .def("ended", &Group::ended, no_gil)
       .def("notice", &Group::notice, no_gil)
       .def("survivors_go_on", &Group::survivors_go_on, no_gil)

@@ -10,14 +10,19 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cerrno>
 #include <condition_variable>
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
+#include <filesystem>
+#include <fstream>
 #include <map>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <torch/csrc/distributed/c10d/FlightRecorder.hpp>
+#include <typeinfo>
 #include <utility>
 
 #include "core/fork.h"
@@ -27,13 +32,8 @@
 namespace ringreduce {
 namespace {
 
+namespace fs = std::filesystem;
 using c10d::OpType;
-
-std::string milliseconds(Nanoseconds time) {
-  std::array<char, 32> text;
-  std::snprintf(text.data(), text.size(), "%.3f", static_cast<double>(time) / kMillisecond);
-  return text.data();
-}
 
 struct CallName {
   OpType type;
@@ -81,8 +81,34 @@ std::uint64_t thread_id() {
 
 bool is_message(OpType type) { return c10d::isP2POp(type); }
 
-void cannot_write(int global_rank, const std::exception& error) {
+void cannot_write(std::int64_t global_rank, const std::exception& error) {
   TORCH_WARN("a group broke; the flight record of rank ", global_rank, " cannot be written: ", error.what());
+}
+
+// So many jobs keep their folders.
+constexpr std::size_t kJobsKept = 20;
+
+// Whether the writer is torch's own, and nobody has told it where to write. All jobs of a user then have the same
+// files.
+bool writes_anywhere(const c10d::DebugInfoWriter& writer) {
+  return typeid(writer) == typeid(c10d::DebugInfoWriter) && std::getenv("TORCH_FR_DUMP_TEMP_FILE") == nullptr &&
+         std::getenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE") == nullptr;
+}
+
+void drop_oldest(const fs::path& jobs) {
+  std::vector<std::pair<fs::file_time_type, fs::path>> found;
+  std::error_code gone;  // other ranks drop them too
+  for (const auto& job : fs::directory_iterator(jobs, gone))
+    if (const auto written = job.last_write_time(gone); !gone) found.emplace_back(written, job.path());
+  std::sort(found.rbegin(), found.rend());
+  for (std::size_t i = kJobsKept; i < found.size(); ++i) fs::remove_all(found[i].second, gone);
+}
+
+void write_file(const fs::path& path, const std::string& content) {
+  fs::create_directories(path.parent_path());
+  std::ofstream file(path, std::ios::binary);
+  if (!file.write(content.data(), static_cast<std::streamsize>(content.size())).flush())
+    throw fs::filesystem_error("cannot write", path, std::error_code(errno, std::generic_category()));
 }
 
 }  // namespace
@@ -100,6 +126,7 @@ const char* profiling_title(OpType type, bool as_gloo) {
 
 CallLog::CallLog(std::size_t entries, bool print, Group group)
     : capacity_(entries), print_(print), group_(std::move(group)) {
+  group_.made = c10::getTime();
   Registry& registry = process_wide<Registry>();
   std::lock_guard lock(registry.mutex);
   registry.logs.push_back(this);
@@ -168,7 +195,7 @@ void CallLog::start(std::uint64_t id) {
 }
 
 void CallLog::end(std::uint64_t id, OpType type, bool succeeded, const Tally& tally) {
-  std::string after;  // nothing where the call is no longer recorded
+  std::array<char, 40> after{};  // how long it took, if that is recorded
   {
     std::lock_guard lock(mutex_);
     Counters& counters = counters_[static_cast<std::size_t>(type) % kTypes];
@@ -177,14 +204,15 @@ void CallLog::end(std::uint64_t id, OpType type, bool succeeded, const Tally& ta
     if (Entry* entry = find(id)) {
       entry->ended = c10::getTime();
       entry->succeeded = succeeded;
-      if (print_) after = c10::str(" after ", milliseconds(entry->ended - entry->begun), " ms");
+      const double took = static_cast<double>(entry->ended - entry->begun) / kMillisecond;
+      if (print_) std::snprintf(after.data(), after.size(), " after %.3f ms", took);
     }
   }
   if (!print_) return;
   const Group& group = group_;  // its name and rank never change
-  std::fprintf(stderr, "[ringreduce rank %d of %s] %s #%llu %s%s, %s ms of it waiting\n", group.rank,
+  std::fprintf(stderr, "[ringreduce rank %d of %s] %s #%llu %s%s, %.3f ms of it waiting\n", group.rank,
                group.name.c_str(), name_of(type), static_cast<unsigned long long>(id), succeeded ? "done" : "failed",
-               after.c_str(), milliseconds(tally.waited).c_str());
+               after.data(), static_cast<double>(tally.waited) / kMillisecond);
 }
 
 CallLog::Statistics CallLog::statistics() const {
@@ -281,6 +309,11 @@ c10::Dict<c10::IValue, c10::IValue> CallLog::to_dict(const Entry& e, const Headi
   d.insert(c10d::retired_key, e.ended != 0);
   d.insert(c10d::timeout_key, static_cast<std::int64_t>(e.call.timeout.count()));
   d.insert(c10d::frames_key, c10d::new_list());
+  // What the analyser does not know, for `ringreduce trace`.
+  if (e.call.root >= 0) d.insert("root", static_cast<std::int64_t>(e.call.root));
+  if (e.call.own_op != 0) d.insert("reduce_op", c10::str("operator ", std::hex, e.call.own_op));
+  if (!e.call.reduce_op.empty()) d.insert("reduce_op", std::string(e.call.reduce_op));
+  if (!e.call.splits.empty()) d.insert("splits", e.call.splits);
   return d;
 }
 
@@ -293,6 +326,31 @@ CallLog::Snapshot CallLog::snapshot() {
     for (const Entry& entry : log->entries_) result.entries.emplace_back(result.groups.size(), entry);
     result.groups.push_back(log->group_);
   }
+  return result;
+}
+
+// Whose record it is, so that nobody takes records of different jobs for those of one; and by what clock its times are,
+// which is one for all processes of a machine until that is started anew. The groups are numbered as in `pg_id`.
+c10::Dict<c10::IValue, c10::IValue> CallLog::origin(const std::vector<Group>& groups) {
+  std::array<char, 256> host{};
+  gethostname(host.data(), host.size() - 1);
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  auto ids = c10d::new_list();
+  for (const Group& group : groups) {
+    auto of_group = c10d::new_dict();
+    of_group.insert("name", group.name);
+    of_group.insert("ranks", group.ranks);
+    of_group.insert("id", group.id);
+    of_group.insert("job", group.job);
+    of_group.insert("made_ns", group.made);
+    ids.push_back(of_group);
+  }
+  auto result = c10d::new_dict();
+  result.insert("host", std::string(host.data()));
+  result.insert("pid", static_cast<std::int64_t>(getpid()));
+  result.insert("boot", boot);
+  result.insert("groups", ids);
   return result;
 }
 
@@ -339,13 +397,14 @@ std::string CallLog::pickle(Snapshot snapshot) {
   result.insert(c10d::pg_config_key, config);
   result.insert(c10d::pg_status_key, statuses);
   result.insert(c10d::entries_key, entries);
+  result.insert("ringreduce", origin(snapshot.groups));
   return c10d::pickle_str(result);
 }
 
 std::string CallLog::dump() { return pickle(snapshot()); }
 
-// Writes dumps in a thread. Several groups may break at once, or one after the other. Only the latest dump is written:
-// it has all calls of the groups that there are, and all dumps go to one file.
+// Writes dumps in a thread. Several groups may break at once, or one after the other. Of each job only the latest dump
+// is written: it has all calls of the groups that there are, and all dumps for a job go to one file.
 class CallLog::Dumper {
  public:
   // The thread is there from now on, and not only while there is something to write.
@@ -356,10 +415,10 @@ class CallLog::Dumper {
     keeps_ = true;
   }
 
-  void dump(int global_rank, Nanoseconds after) {
+  void dump(const Group& group, Nanoseconds after) {
     std::lock_guard lock(mutex_);
     start();
-    next_ = Dump{snapshot(), global_rank, now() + after};
+    next_[group.job] = Dump{snapshot(), group.ranks[static_cast<std::size_t>(group.rank)], now() + after};
     changed_.notify_all();
   }
 
@@ -367,13 +426,13 @@ class CallLog::Dumper {
     std::unique_lock lock(mutex_);
     hurries_ = true;
     changed_.notify_all();
-    changed_.wait_for(lock, std::chrono::nanoseconds(patience), [this] { return !next_ && !writes_; });
+    changed_.wait_for(lock, std::chrono::nanoseconds(patience), [this] { return next_.empty() && !writes_; });
   }
 
  private:
   struct Dump {
     Snapshot calls;
-    int global_rank;
+    std::int64_t global_rank;
     Nanoseconds due;
   };
 
@@ -387,16 +446,18 @@ class CallLog::Dumper {
   void run() {
     setpriority(PRIO_PROCESS, 0, kLowestPriority);  // of this thread
     std::unique_lock lock(mutex_);
-    while (next_ || keeps_) {
-      if (!next_) {
+    while (!next_.empty() || keeps_) {
+      const auto first = std::min_element(next_.begin(), next_.end(),
+                                          [](const auto& a, const auto& b) { return a.second.due < b.second.due; });
+      if (first == next_.end()) {
         changed_.wait(lock);
-      } else if (const Nanoseconds left = next_->due - now(); left > 0 && !hurries_) {
+      } else if (const Nanoseconds left = first->second.due - now(); left > 0 && !hurries_) {
         changed_.wait_for(lock, std::chrono::nanoseconds(left));
       } else {
-        Dump dump = *std::exchange(next_, std::nullopt);
+        const auto dump = next_.extract(first);
         writes_ = true;
         lock.unlock();
-        write(std::move(dump));
+        write(dump.key(), std::move(dump.mapped()));
         lock.lock();
         writes_ = false;
         changed_.notify_all();
@@ -405,11 +466,17 @@ class CallLog::Dumper {
     runs_ = false;
   }
 
-  static void write(Dump dump) {
+  static void write(const std::string& job, Dump dump) {
     try {
-      auto& writer = c10d::DebugInfoWriter::getWriter(dump.global_rank);  // makes directories
-      TORCH_WARN("a group broke; the flight record of rank ", dump.global_rank, " goes to ", writer.getWriterTarget());
-      writer.write(pickle(std::move(dump.calls)));
+      auto& writer = c10d::DebugInfoWriter::getWriter(static_cast<int>(dump.global_rank));  // makes directories
+      fs::path target = writer.getWriterTarget();
+      const bool by_job = writes_anywhere(writer);
+      if (by_job) target = target.parent_path() / "ringreduce" / job / c10::str("rank", dump.global_rank);
+      TORCH_WARN("a group broke; the flight record of rank ", dump.global_rank, " goes to ", target.string());
+      const std::string record = pickle(std::move(dump.calls));
+      if (!by_job) return writer.write(record);
+      write_file(target, record);
+      drop_oldest(target.parent_path().parent_path());
     } catch (const std::exception& error) {
       cannot_write(dump.global_rank, error);
     }
@@ -417,7 +484,7 @@ class CallLog::Dumper {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::optional<Dump> next_;
+  std::map<std::string, Dump> next_;  // by job
   std::atomic<bool> keeps_ = false;
   bool runs_ = false;  // the thread
   bool writes_ = false;
@@ -431,11 +498,11 @@ void CallLog::get_ready_to_dump() {
   }
 }
 
-void CallLog::write_dump(int global_rank, Nanoseconds after) {
+void CallLog::write_dump(Nanoseconds after) const {
   try {
-    process_wide<Dumper>().dump(global_rank, after);
+    process_wide<Dumper>().dump(group_, after);
   } catch (const std::exception& error) {
-    cannot_write(global_rank, error);
+    cannot_write(group_.ranks[static_cast<std::size_t>(group_.rank)], error);
   }
 }
 

@@ -14,6 +14,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 #include <vector>
@@ -34,6 +35,9 @@ class CallLog {
     std::string name, description;
     std::vector<std::int64_t> ranks;  // global ranks, in the order of the group's
     int rank = 0;                     // in the group
+    std::string id = {};              // which no other group has, of this job or another
+    std::string job = {};             // the id of the first of the groups that were made within one another
+    std::int64_t made = 0;            // ns since 1970
   };
 
   // `entries`: how many calls are kept; 0 keeps none. `print`: whether each gives a line on standard error.
@@ -50,6 +54,11 @@ class CallLog {
     std::uint64_t sequence = 0;  // among the group's collectives, or its messages
     int peer = -1;               // messages only; -1 for a receive from any rank
     std::chrono::milliseconds timeout{0};
+    // What else ranks must agree on, beside their tensors.
+    int root = -1;                          // in the group; -1: the call has none
+    std::string_view reduce_op = {};        // of those that reduce, unless by an operator of the user's own
+    std::uint64_t own_op = 0;               // its digest
+    std::vector<std::int64_t> splits = {};  // all_to_all with split sizes: elements to each rank, then from each
   };
 
   // Each call is begun when it is made, started when its turn comes (`starts`: at once), and ended. Thread-safe.
@@ -66,10 +75,11 @@ class CallLog {
   using Statistics = std::map<std::string, Counters>;  // by name_of()
   Statistics statistics() const;
 
-  // Writes the records of all groups of this process where c10d's flight recorder would, for the given global rank, in
-  // a thread of its own, `after` so long: those who survive have more urgent things to do. A warning tells where that
-  // is, or why it failed.
-  static void write_dump(int global_rank, Nanoseconds after);
+  // Writes the records of all groups of this process, for this group's rank, where c10d's flight recorder would. Where
+  // nobody has said where that is, the group's job has a folder of its own there, and the oldest jobs lose theirs. Done
+  // in a thread, `after` so long: those who survive have more urgent things to do. A warning tells the place, or why it
+  // failed.
+  void write_dump(Nanoseconds after) const;
   // Starts that thread now and keeps it, so that no write_dump() has to.
   static void get_ready_to_dump();
   // To be called when the process ends. Dumps are written at once from now on. Returns when none is under way, after
@@ -109,6 +119,7 @@ class CallLog {
 
   static Snapshot snapshot();
   static std::string pickle(Snapshot snapshot);
+  static c10::Dict<c10::IValue, c10::IValue> origin(const std::vector<Group>& groups);
   static Heading heading(const Call& call, const Group& group);
   static c10::Dict<c10::IValue, c10::IValue> to_dict(const Entry& entry, const Heading& heading,
                                                      std::size_t group_number, std::size_t number);

@@ -511,6 +511,8 @@ c10::intrusive_ptr<Work> ProcessGroupRing::alltoall_base(at::Tensor& output, at:
   Job& j = only.emplace_back(job(collective, {input}, {output}));
   j.input = cut(j.inputs[0], split_blocks(input, input_splits, getSize(), "all_to_all: input"));
   j.output = cut(j.outputs[0], split_blocks(output, output_splits, getSize(), "all_to_all: output"));
+  for (const Blocks* side : {&j.input, &j.output})
+    collective.splits.insert(collective.splits.end(), side->count.begin(), side->count.end());
   return submit(collective, std::move(only));
 }
 

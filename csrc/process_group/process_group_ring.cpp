@@ -56,9 +56,9 @@ ProcessGroupRing::ProcessGroupRing(std::shared_ptr<Engine> engine, const Setting
       timeout_(settings_.timeout) {
   shared_->engine = engine;
   engine->ask_for_plans(settings_.ask);
-  shared_->log = std::make_unique<CallLog>(settings_.recorded_calls, settings_.print_calls,
-                                           CallLog::Group{settings_.name, "", settings_.global_ranks, getRank()});
-  shared_->global_rank = static_cast<int>(settings_.global_ranks[static_cast<std::size_t>(getRank())]);
+  shared_->log = std::make_unique<CallLog>(
+      settings_.recorded_calls, settings_.print_calls,
+      CallLog::Group{settings_.name, "", settings_.global_ranks, getRank(), settings_.id, settings_.job});
   shared_->dump_when_broken = settings_.dump_when_broken;
   running_ = std::make_shared<Running>();
   running_->engine = std::move(engine);
@@ -278,7 +278,14 @@ void ProcessGroupRing::begin_call() {
 
 CallLog::Call ProcessGroupRing::begin_call(const Collective& collective) {
   begin_call();
-  return {.type = collective.type, .sequence = ++collectives_, .timeout = timeout_or_default(collective.timeout)};
+  CallLog::Call call{.type = collective.type,
+                     .sequence = ++collectives_,
+                     .timeout = timeout_or_default(collective.timeout),
+                     .splits = collective.splits};
+  if (has_root(collective.operation)) call.root = collective.root;
+  if (collective.op != nullptr) call.reduce_op = name(reduce_op_of(*collective.op));
+  if (collective.own_op != nullptr) call.own_op = collective.own_op->digest;
+  return call;
 }
 
 void ProcessGroupRing::add_link(int peer, int socket, std::string path) {

@@ -58,6 +58,7 @@ class ProcessGroupRing : public c10d::Backend {
     Packing packing = Packing::none;  // of what all_reduce of float32 sends to other hosts
     std::chrono::milliseconds timeout{0};
     std::string name;                        // as torch knows the group
+    std::string id, job;                     // see CallLog::Group
     std::vector<std::int64_t> global_ranks;  // of the group's ranks
     std::size_t recorded_calls = 0;          // how many the flight recorder keeps
     bool dump_when_broken = false;           // whether it writes them when the group breaks
@@ -79,6 +80,7 @@ class ProcessGroupRing : public c10d::Backend {
   const std::string getBackendName() const override { return "ringreduce"; }
   const std::string& topology() const { return settings_.topology; }
   std::uint64_t number() const { return settings_.number; }
+  const std::string& job_id() const { return settings_.job; }
   // The ranks that have ended or are out of reach. Empty where ranks share no memory: there deaths show only
   // as errors of calls.
   std::vector<int> ended() const { return team_ ? team_->fate().ended() : std::vector<int>(); }

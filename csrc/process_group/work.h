@@ -38,7 +38,6 @@ struct WorkSurroundings {
   std::atomic<bool> timing{false};
   std::function<void(std::shared_ptr<c10d::WorkInfo>)> on_completion;  // set once, before `hooked`
   std::atomic<bool> hooked{false};
-  int global_rank = 0;
   bool dump_when_broken = false;
   std::atomic<bool> dumped{false};
   std::atomic<Nanoseconds> dump_after{0};
@@ -49,7 +48,7 @@ struct WorkSurroundings {
     try {
       engine->throw_if_aborted();
     } catch (const Error& error) {
-      if (error.kind() != ErrorKind::aborted && !dumped.exchange(true)) CallLog::write_dump(global_rank, dump_after);
+      if (error.kind() != ErrorKind::aborted && !dumped.exchange(true)) log->write_dump(dump_after);
     }
   }
 

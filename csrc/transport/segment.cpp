@@ -38,8 +38,10 @@ void Segment::cannot_take_part(const FileDescriptor& memfd, int rank, const Rank
     static_cast<void>(!pwrite(memfd.get(), bytes, sizeof(record.state), offsetof(AbortRecord, state)));
 }
 
-void Segment::show(FileDescriptor memfd) {
+void Segment::show(FileDescriptor memfd, const Title& group) {
   header().geometry = layout_;
+  group.name.copy(header().name, sizeof(header().name) - 1);
+  group.job.copy(header().job, sizeof(header().job) - 1);
   header().format.store(kFormat, std::memory_order_release);
   shown_ = std::move(memfd);
 }

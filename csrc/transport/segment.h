@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 #include "core/file_descriptor.h"
 #include "transport/fate.h"
@@ -14,6 +15,10 @@ namespace ringreduce {
 
 class Segment {
  public:
+  // What the program calls a group, and the job that it belongs to.
+  struct Title {
+    std::string name, job;
+  };
   struct Header {
     AbortRecord abort;
     // 1: some rank could not access the memory of another any more, so nothing is lent from a process from now on.
@@ -21,9 +26,10 @@ class Segment {
     // For who reads the segment from outside of the team: kFormat once `geometry` is there.
     alignas(64) std::atomic<std::uint64_t> format;
     Geometry geometry;
+    char name[64], job[64];  // of the title, cut where it is too long; they end with a zero
   };
   // Changes with whatever a reader from outside relies on.
-  static constexpr std::uint64_t kFormat = 0x72696e6700000001 + (sizeof(RankControl) << 8);
+  static constexpr std::uint64_t kFormat = 0x72696e6700000002 + (sizeof(RankControl) << 8);
   static constexpr std::size_t kHeaderBytes = round_up(sizeof(Header), kPage);
 
   // Maps `memfd`, of geometry.segment_bytes() zero bytes.
@@ -34,7 +40,7 @@ class Segment {
 
   // Lets processes outside of the team read the segment (engine/observe.h). They find it by a descriptor that this one
   // keeps: `memfd`, of one rank of the host.
-  void show(FileDescriptor memfd);
+  void show(FileDescriptor memfd, const Title& group);
 
   // For a rank that has met the others and then cannot map what they share: they find the reason as the team's error.
   static void cannot_take_part(const FileDescriptor& memfd, int rank, const RankName& name, const Error& error);

@@ -185,7 +185,7 @@ std::shared_ptr<Team> team_of(Roster roster) {
                                         .arena = std::move(arenas[r])});
     std::size_t first = 0;  // of the ranks on this host
     while (is_elsewhere(first)) ++first;
-    if (static_cast<int>(first) == roster.rank) segment->show(std::move(memfd));
+    if (static_cast<int>(first) == roster.rank) segment->show(std::move(memfd), roster.group);
     return team;
   } catch (const Error& error) {
     Segment::cannot_take_part(memfd, roster.rank, own, error);

@@ -124,6 +124,7 @@ struct Roster {
   Geometry geometry;
   int rank = 0;
   std::vector<RankName> names;
+  Segment::Title group = {};
   std::vector<int> pidfds;                       // by rank; -1: not watched
   std::shared_ptr<OpenMemory> memory = nullptr;  // this rank's; null if some rank cannot access another
   std::vector<int> threads = {};                 // by rank: the ids under which they opened theirs; none: they did not

@@ -10,26 +10,30 @@ import argparse
 import contextlib
 import json
 import os
+import pwd
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringreduce.cli.arguments import seconds
-from ringreduce.cli.terminal import Help, console, put, say, table
+from ringreduce.cli.terminal import Help, console, printable, put, say, table
 from ringreduce.common import compiled
 from ringreduce.common.failures import InvalidArgument, SystemFailure
 from ringreduce.common.ranks import numbers
 from ringreduce.common.units import bytes_text, time_text
 
 if TYPE_CHECKING:
-    from ringreduce._C import RankSeen
+    from ringreduce._C import GroupSeen, RankSeen
 
 MEMORY = "/memfd:ringreduce (deleted)"
 """What the kernel calls the memory that the ranks of a group share (`network.local`)."""
 
 SIGN_OF_LIFE = 0.5
 """Seconds: a rank that waits says so more often than that."""
+
+LONGEST_PROGRAM = 100
+"""Characters of a command line that are shown."""
 
 CLEAR = "\x1b[H\x1b[2J"
 
@@ -47,12 +51,24 @@ class Rank(NamedTuple):
     bytes_per_s: float
 
 
+class Group(NamedTuple):
+    """A group, and its ranks on this host."""
+
+    name: str
+    job: str  # the same for the groups of a job, and in the paths of its flight records
+    size: int
+    user: str
+    program: str  # the command line of the first rank here that still runs
+    ranks: list[Rank]
+
+
 def add(commands: Any, summary: str) -> None:
     parser = commands.add_parser(
         "top",
         help=summary,
-        description="Shows the groups of this host that this user may see: what each rank does, since when, and which "
-        "rank the others wait for. It costs the ranks nothing. Bytes are those of a rank's own block.",
+        description="Shows the groups of this host that this user may see: of which job they are, what each rank does, "
+        "since when, and which rank the others wait for. It costs the ranks nothing. Bytes are those of a rank's own "
+        "block.",
         epilog="examples:\n  ringreduce top\n  ringreduce top --once --json",
         formatter_class=Help,
     )
@@ -81,11 +97,14 @@ def run(arguments: argparse.Namespace) -> int:
         return 0  # it has no other end
 
 
-def _print(groups: dict[int, list[Rank]], arguments: argparse.Namespace) -> None:
+def _print(groups: dict[int, Group], arguments: argparse.Namespace) -> None:
     if arguments.prometheus:
         put(prometheus(groups))
     elif arguments.json:
-        each = [{"ranks": [rank._asdict() for rank in ranks], "verdict": verdict(ranks)} for ranks in groups.values()]
+        each = [
+            group._asdict() | {"ranks": [rank._asdict() for rank in group.ranks], "verdict": verdict(group.ranks)}
+            for group in groups.values()
+        ]
         put(json.dumps(each))
     else:
         _show(groups, clear=not arguments.once)
@@ -98,24 +117,39 @@ class Watch:
         self._before: dict[tuple[int, int], tuple[RankSeen, float, float]] = {}
         """By memory and rank: what was seen last, when, and since when it has been in the same call or between two."""
 
-    def look(self) -> dict[int, list[Rank]]:
-        """The ranks of each group, by the number of its memory. Looks at all groups once."""
+    def look(self) -> dict[int, Group]:
+        """The groups, by the numbers of their memory. Looks at all groups once."""
         groups, now, seen = {}, time.monotonic(), {}
-        for memory, ranks in _memories():
-            rows, global_of = [], {its.rank: its.global_rank for its in ranks}
-            for its in ranks:
+        for memory, group in _memories():
+            rows, global_of = [], {its.rank: its.global_rank for its in group.ranks}
+            for its in group.ranks:
                 before = self._before.get((memory, its.rank))
                 same = before and (before[0].entered, before[0].completed) == (its.entered, its.completed)
                 since = before[2] if before and same else now
                 seen[memory, its.rank] = its, now, since
                 rows.append(_rank(its, global_of, now - since, before and (before[0], now - before[1])))
-            groups[memory] = rows
+            user, program = next(filter(None, (_process(its.pid) for its in rows)), ("", ""))
+            groups[memory] = Group(group.name, group.job, group.size, user, program, rows)
         self._before = seen
         return groups
 
 
-def _memories() -> Iterator[tuple[int, list[RankSeen]]]:
-    """The memory of each group that this user may read: its inode, and the ranks in it."""
+def _process(pid: int) -> tuple[str, str] | None:
+    """Whose it is, and its command line; None: it has ended."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+        uid = os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return None
+    try:
+        user = pwd.getpwuid(uid).pw_name
+    except KeyError:
+        user = str(uid)
+    return (user, os.fsdecode(b" ".join(words))) if any(words) else None
+
+
+def _memories() -> Iterator[tuple[int, GroupSeen]]:
+    """The memory of each group that this user may read: its inode, and the group."""
     observe, known = compiled.load().observe, set()
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError, InvalidArgument):  # it has ended, is another user's, or of another version
@@ -124,9 +158,9 @@ def _memories() -> Iterator[tuple[int, list[RankSeen]]]:
             memfd = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 memory = os.fstat(memfd).st_ino
-                if memory not in known and (ranks := observe(memfd)):
+                if memory not in known and (group := observe(memfd)).ranks:
                     known.add(memory)
-                    yield memory, ranks
+                    yield memory, group
             finally:
                 os.close(memfd)
 
@@ -178,22 +212,29 @@ def _which(its: Rank) -> str:
     return its.state if its.state.startswith("has") else f"has been {its.state} for {time_text(its.since)}"
 
 
-def _show(groups: dict[int, list[Rank]], clear: bool) -> None:
+def _title(group: Group) -> str:
+    program = group.program if len(group.program) <= LONGEST_PROGRAM else f"{group.program[:LONGEST_PROGRAM]}..."
+    here = f", {len(group.ranks)} of them here" if len(group.ranks) < group.size else ""
+    return printable(f"group {group.name} of {group.size} ranks{here}, job {group.job}, {group.user}: {program}")
+
+
+def _show(groups: dict[int, Group], clear: bool) -> None:
     to = console()
     if clear and to.is_terminal:
         put(CLEAR)
     if not groups:
         say(to, "no group of ringreduce is on this host, or none that this user may see")
-    for ranks in groups.values():
+    for group in groups.values():
+        say(to, _title(group), style="bold")
         rows = table("rank", "pid", "state", "since", "waits for", "calls/s", "bytes/s", "latest call",
                      right=("rank", "pid", "since", "waits for", "calls/s", "bytes/s"))  # fmt: skip
-        for its in ranks:
+        for its in group.ranks:
             waits_for = "" if its.waits_for is None else str(its.waits_for)
             since = time_text(its.since) if its.since else ""
             rows.add_row(str(its.rank), str(its.pid), its.state, since, waits_for,
                          f"{its.calls_per_s:.0f}", bytes_text(its.bytes_per_s), its.call)  # fmt: skip
         to.print(rows)
-        if said := verdict(ranks):
+        if said := verdict(group.ranks):
             say(to, said)
 
 
@@ -206,13 +247,21 @@ METRICS: list[tuple[str, str, Callable[[Rank], float]]] = [
 ]
 
 
-def prometheus(groups: dict[int, list[Rank]]) -> str:
+def prometheus(groups: dict[int, Group]) -> str:
     """The text format of Prometheus, version 0.0.4."""
     lines = []
     for name, help, value in METRICS:
         lines += [f"# HELP ringreduce_{name} {help}", f"# TYPE ringreduce_{name} gauge"]
-        for memory, ranks in groups.items():
-            for its in ranks:
-                labels = f'group="{memory}",rank="{its.rank}",pid="{its.pid}"'
+        for memory, group in groups.items():
+            of_group = (
+                f'group="{memory}",name={_quoted(group.name)},job={_quoted(group.job)},user={_quoted(group.user)}'
+            )
+            for its in group.ranks:
+                labels = f'{of_group},rank="{its.rank}",pid="{its.pid}"'
                 lines.append(f"ringreduce_{name}{{{labels}}} {float(value(its)):g}")
     return "\n".join(lines)
+
+
+def _quoted(value: str) -> str:
+    """As a label's value: with a backslash before each backslash and quote, and \\n for a line's end."""
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'

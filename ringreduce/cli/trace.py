@@ -12,7 +12,8 @@ import math
 import pickle
 import re
 import statistics
-from collections.abc import Collection, Iterable
+import time
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,29 +26,35 @@ from ringreduce.common.units import time_text
 CLOCKS_DIFFER = 1e-3
 """Seconds by which the ends of two ranks' calls differ in the median, from which on their clocks count as different."""
 
-ANOTHER_RUN = 60.0
-"""Seconds from which on a rank's times are too far from the others' for one run."""
-
 ENDS_TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier", "sparse_all_reduce")
 """How the names of collectives begin that no rank ends before all have begun them."""
 
-MOST_UNFINISHED = 20
-"""Lines about calls that some rank has not ended."""
+MOST_CALLS = 20
+"""Lines about calls that ranks made differently, or that some rank has not ended."""
 
 LARGEST = 2 << 30
 """Bytes of a record; a call takes some 170."""
+
+
+class Group(NamedTuple):
+    """A group, or two of its ranks where one sends messages to the other."""
+
+    name: str
+    id: str  # which no other group has: names come again in other jobs
 
 
 class Call(NamedTuple):
     """A call as one rank recorded it. Times are in seconds since 1970 by that rank's clock."""
 
     rank: int
-    group: str
+    group: Group
     name: str  # "all_reduce", or "send 0->1"
     number: int  # among the group's collectives, or among the messages from one rank to another
     message: bool
     begun: float  # when its turn came: an asynchronous call is made earlier
     ended: float | None
+    alike: dict[str, Any]  # by ALIKE, what all ranks of the group must have alike in it
+    blocks: tuple[list[int], list[int]] | None  # of all_to_all: the elements to each rank, and those from each
     detail: dict[str, Any]
 
 
@@ -55,9 +62,25 @@ class Record(NamedTuple):
     """A rank's file."""
 
     path: Path
+    process: str
+    jobs: set[str]
+    begun: float
+    clock: str
+    """Equal for ranks whose times are by one clock."""
     calls: list[Call]
-    groups: dict[str, list[int]]
+    groups: dict[Group, list[int]]
     """The global ranks of each group."""
+
+    def __str__(self) -> str:
+        began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.begun))
+        return f"{self.path} ({self.process}; its first group was made at {began})"
+
+
+ALIKE = {"elements": "{} elements", "dtype": "dtype {}", "root": "root {}", "reduce_op": "op {}"}
+"""How differences between the calls of ranks are said, by what differs."""
+
+ALIKE_OUTPUTS = ("all_gather", "scatter")
+"""Collectives whose outputs have the same sizes on all ranks. Inputs have, in the others."""
 
 
 def add(commands: Any, summary: str) -> None:
@@ -85,16 +108,16 @@ def run(arguments: argparse.Namespace) -> int:
         if rank in records:
             raise InvalidArgument(f"{path}: another file's name ends with {rank} too; give one for each rank")
         records[rank] = _read(path, rank)
-    offsets = clock_offsets({rank: record.calls for rank, record in records.items()})
-    alike = {rank: offset for rank, offset in offsets.items() if abs(offset) < ANOTHER_RUN}
-    calls = [_moved(call, alike.get(rank, 0.0)) for rank, its in records.items() for call in its.calls]
-    members = {name: ranks for record in records.values() for name, ranks in record.groups.items()}
+    _check_one_job(records)
+    offsets = clock_offsets(records)
+    calls = [_moved(call, offsets[rank]) for rank, its in records.items() for call in its.calls]
+    members = {group: ranks for record in records.values() for group, ranks in record.groups.items()}
     found = {
         "ranks": {str(rank): len(its.calls) for rank, its in sorted(records.items())},
         "without_file": sorted({rank for ranks in members.values() for rank in ranks} - records.keys()),
-        "of_another_run": sorted(_strangers(calls) | (offsets.keys() - alike.keys())),
-        "clock_offsets_s": {str(rank): offset for rank, offset in alike.items() if offset},
+        "clock_offsets_s": {str(rank): offset for rank, offset in offsets.items() if offset},
         "last": waited_for(calls),
+        "differ": differences(calls, members),
         "not_ended": not_ended(calls, members, records.keys()),
     }
     if arguments.save:
@@ -128,8 +151,19 @@ def _read(path: Path, rank: int) -> Record:
         raise InvalidArgument(f"{path}: this file is empty; the rank ended before it wrote its record")
     try:
         record = _Unpickler(io.BytesIO(content)).load()
-        groups = {str(name): _ranks_in(group["ranks"]) for name, group in record["pg_config"].items()}
-        return Record(path, [_call(rank, entry) for entry in record["entries"]], groups)
+        if "ringreduce" not in record:
+            raise ValueError("it does not say of which job it is, so this version of ringreduce has not written it")
+        origin = record["ringreduce"]
+        groups = [(Group(str(each["name"]), str(each["id"])), _integers(each["ranks"])) for each in origin["groups"]]
+        return Record(
+            path,
+            f"pid {int(origin['pid'])} on {origin['host']}",
+            {str(each["job"]) for each in origin["groups"]},
+            min((_seconds(each["made_ns"]) for each in origin["groups"]), default=0.0),
+            str(origin["boot"] or origin["host"]),
+            [_call(rank, entry, *groups[entry["pg_id"]]) for entry in record["entries"]],
+            dict(groups),
+        )
     except Exception as error:  # what others have pickled may raise any
         raise InvalidArgument(
             f"{path}: this is no flight record, or one that is cut off ({error}); ringreduce.dump_flight_record(path) "
@@ -137,22 +171,38 @@ def _read(path: Path, rank: int) -> Record:
         ) from None
 
 
-def _ranks_in(text: str) -> list[int]:
-    return [int(rank) for rank in json.loads(text)]
+def _integers(values: Iterable[Any]) -> list[int]:
+    return [int(value) for value in values]
 
 
-def _call(rank: int, entry: dict[str, Any]) -> Call:
+def _call(rank: int, entry: dict[str, Any], group: Group, ranks: list[int]) -> Call:
     message = bool(entry["is_p2p"])
     begun = _seconds(entry["time_discovered_started_ns"] or entry["time_created_ns"])
     done = entry["state"] == "completed" and bool(entry["time_discovered_completed_ns"])
+    name = str(entry["profiling_name"]).partition(":")[2]
+    inputs, outputs = (_elements(entry[f"{side}_sizes"]) for side in ("input", "output"))
+    blocks = None
+    if name == "all_to_all":
+        split = _integers(entry.get("splits", ()))
+        sides = (split[: len(ranks)], split[len(ranks) :]) if split else (inputs, outputs)
+        blocks = _blocks(sides[0], len(ranks)), _blocks(sides[1], len(ranks))
+    elements = outputs if name in ALIKE_OUTPUTS else inputs
+    alike = {
+        "elements": None if blocks else " + ".join(map(str, elements)),
+        "dtype": ", ".join(sorted({str(dtype) for dtype in (*entry["input_dtypes"], *entry["output_dtypes"])})),
+        "root": ranks[entry["root"]] if "root" in entry else None,
+        "reduce_op": str(entry["reduce_op"]) if "reduce_op" in entry else None,
+    }
     return Call(
         rank,
-        str(entry["process_group"][0]),
-        str(entry["profiling_name"]).partition(":")[2],
+        group._replace(name=str(entry["process_group"][0])),
+        name,
         int(entry["p2p_seq_id" if message else "collective_seq_id"]),
         message,
         begun,
         _seconds(entry["time_discovered_completed_ns"]) if done else None,
+        alike,
+        blocks,
         {
             "sizes": str(entry["input_sizes"]),
             "dtypes": str(entry["input_dtypes"]),
@@ -160,6 +210,26 @@ def _call(rank: int, entry: dict[str, Any]) -> Call:
             "queued_us": round((begun - _seconds(entry["time_created_ns"])) * 1e6, 3),
         },
     )
+
+
+def _elements(shapes: Iterable[Iterable[Any]]) -> list[int]:
+    return [math.prod(_integers(shape)) for shape in shapes]
+
+
+def _blocks(elements: list[int], ranks: int) -> list[int]:
+    """Of one side of an all_to_all, which may be one tensor for all ranks."""
+    return elements if len(elements) == ranks else [sum(elements) // ranks] * ranks
+
+
+def _check_one_job(records: Mapping[int, Record]) -> None:
+    """Raises `InvalidArgument` if a rank's group has a rank whose file is of another job."""
+    for record in records.values():
+        for rank in sorted({rank for ranks in record.groups.values() for rank in ranks} & records.keys()):
+            other = records[rank]
+            if other.jobs and not record.jobs & other.jobs:
+                raise InvalidArgument(
+                    f"these records are of different jobs: {record} and {other}; give those of one job"
+                )
 
 
 def _seconds(nanoseconds: Any) -> float:
@@ -173,41 +243,31 @@ def _moved(call: Call, by: float) -> Call:
     return call._replace(begun=call.begun - by, ended=None if call.ended is None else call.ended - by)
 
 
-def clock_offsets(recorded: dict[int, list[Call]]) -> dict[int, float]:
-    """Seconds by which each rank's clock is ahead of that of the first rank; 0 where clocks seem to be alike.
+def clock_offsets(records: Mapping[int, Record]) -> dict[int, float]:
+    """Seconds by which each rank's clock is ahead of that of the first rank; 0 where they have one, or seem alike.
 
     Ranks end a collective of ENDS_TOGETHER at about the same time, so the median of the differences of these times is
     the difference of their clocks.
     """
-    ends = {
-        rank: {(c.group, c.number): c.ended for c in calls if c.ended is not None and c.name.startswith(ENDS_TOGETHER)}
-        for rank, calls in sorted(recorded.items())
-    }
-    first = next(iter(ends.values()))
-    offsets = {}
-    for rank, its in ends.items():
-        differences = [its[call] - first[call] for call in its.keys() & first.keys()]
-        offset = statistics.median(differences) if differences else 0.0
-        offsets[rank] = offset if abs(offset) >= CLOCKS_DIFFER else 0.0
-    return offsets
+    ends: dict[str, dict[tuple[Group, int], list[float]]] = {}
+    for _, record in sorted(records.items()):
+        of_clock = ends.setdefault(record.clock, {})
+        for call in record.calls:
+            if call.ended is not None and call.name.startswith(ENDS_TOGETHER):
+                of_clock.setdefault((call.group, call.number), []).append(call.ended)
+    first = records[min(records)].clock
+    offsets = {first: 0.0}
+    for clock in ends.keys() - offsets.keys():
+        common = ends[clock].keys() & ends[first].keys()
+        apart = [statistics.median(ends[clock][call]) - statistics.median(ends[first][call]) for call in common]
+        offset = statistics.median(apart) if apart else 0.0
+        offsets[clock] = offset if abs(offset) >= CLOCKS_DIFFER else 0.0
+    return {rank: offsets[record.clock] for rank, record in sorted(records.items())}
 
 
-def _strangers(calls: list[Call]) -> set[int]:
-    """Ranks whose calls all ended long before any other rank's began."""
-    spans: dict[int, tuple[float, float]] = {}
-    for call in calls:
-        begin, end = spans.get(call.rank, (math.inf, 0.0))
-        spans[call.rank] = min(begin, call.begun), max(end, call.ended or call.begun)
-    return {
-        rank
-        for rank, (_, end) in spans.items()
-        if len(spans) > 1 and all(end + ANOTHER_RUN < begin for other, (begin, _) in spans.items() if other != rank)
-    }
-
-
-def _collectives(calls: list[Call]) -> dict[tuple[str, int], list[Call]]:
+def _collectives(calls: list[Call]) -> dict[tuple[Group, int], list[Call]]:
     """The collectives, as each rank that has them recorded them."""
-    found: dict[tuple[str, int], list[Call]] = {}
+    found: dict[tuple[Group, int], list[Call]] = {}
     for call in calls:
         if not call.message:
             found.setdefault((call.group, call.number), []).append(call)
@@ -226,29 +286,67 @@ def waited_for(calls: list[Call]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["waited_s"])
 
 
-def not_ended(calls: list[Call], members: dict[str, list[int]], files: Collection[int]) -> list[dict[str, Any]]:
+def differences(calls: list[Call], members: Mapping[Group, list[int]]) -> list[dict[str, Any]]:
+    """The collectives that ranks made differently, the earliest first, and how in words."""
+    found = []
+    for (group, number), each in _collectives(calls).items():
+        names = _ranks_by([(call.name, call.rank) for call in each])
+        how = [_by(names, "by")] if len(names) > 1 else [*_unlike(each), *_uneven(each, members[group])]
+        if how:
+            begun = min(call.begun for call in each)
+            found.append({"group": group.name, "number": number, "calls": names, "begun": begun, "how": how})
+    return sorted(found, key=lambda row: row["begun"])
+
+
+def _ranks_by(pairs: Iterable[tuple[Any, int]]) -> dict[Any, list[int]]:
+    """The ranks of each value, as the lowest rank has it first."""
+    found: dict[Any, list[int]] = {}
+    for value, rank in sorted(pairs, key=lambda pair: pair[1]):
+        found.setdefault(value, []).append(rank)
+    return found
+
+
+def _by(ranks: Mapping[Any, list[int]], word: str) -> str:
+    return ", ".join(f"{value} {word} {numbers(its)}" for value, its in ranks.items())
+
+
+def _unlike(each: list[Call]) -> Iterable[str]:
+    for what, words in ALIKE.items():
+        ranks = _ranks_by([(call.alike[what], call.rank) for call in each])
+        if len(ranks) > 1:
+            (first, its), *others = ranks.items()
+            yield _by({words.format(first): its, **dict(others)}, "on")
+
+
+def _uneven(each: list[Call], members: list[int]) -> Iterable[str]:
+    """Of an all_to_all: which ranks expect other blocks than they are sent."""
+    of = {members.index(call.rank): call for call in each if call.blocks and call.rank in members}
+    for at, sender in sorted(of.items()):
+        for to, receiver in sorted(of.items()):
+            assert sender.blocks and receiver.blocks
+            sent, expected = sender.blocks[0][to], receiver.blocks[1][at]
+            if sent != expected:
+                yield f"rank {sender.rank} sends {sent} elements to rank {receiver.rank}, which expects {expected}"
+
+
+def not_ended(calls: list[Call], members: Mapping[Group, list[int]], files: Collection[int]) -> list[dict[str, Any]]:
     """The calls that some rank has begun and not ended, the earliest first: who called what, and which ranks of `files`
     have not begun them. A call that a rank's record has no longer counts as begun."""
-    latest: dict[tuple[str, int], int] = {}
+    latest: dict[tuple[Group, int], int] = {}
     for call in calls:
         if not call.message:
             latest[call.group, call.rank] = max(call.number, latest.get((call.group, call.rank), 0))
-    of_call = _collectives(calls) | {
-        (f"{call.rank} {call.group} {call.name}", call.number): [call] for call in calls if call.message
-    }
     found = []
-    for (_, number), each in of_call.items():
+    for each in [*_collectives(calls).values(), *([call] for call in calls if call.message)]:
         if all(call.ended is not None for call in each):
             continue
-        group, names = each[0].group, dict[str, list[int]]()
-        for call in sorted(each):
-            names.setdefault(call.name, []).append(call.rank)
+        group, number = each[0].group, each[0].number
         ranks = () if each[0].message else members.get(group, ())
         found.append(
             {
-                "group": group,
+                "group": group.name,
                 "number": number,
-                "calls": names,
+                "calls": _ranks_by([(call.name, call.rank) for call in each]),
                 "begun": min(call.begun for call in each),
                 "not_ended_by": sorted(call.rank for call in each if call.ended is None),
                 "not_begun_by": [rank for rank in ranks if rank in files and latest.get((group, rank), 0) < number],
@@ -265,8 +363,8 @@ def events(calls: list[Call]) -> Iterable[dict[str, Any]]:
     calls = sorted(calls, key=lambda call: call.begun)
     start = calls[0].begun if calls else 0.0
     last = max((call.ended or call.begun for call in calls), default=0.0)
-    lanes: dict[tuple[int, str], list[float]] = {}  # when the latest call on each thread ends
-    threads: dict[tuple[int, str, int], int] = {}
+    lanes: dict[tuple[int, Group], list[float]] = {}  # when the latest call on each thread ends
+    threads: dict[tuple[int, Group, int], int] = {}
     for rank in sorted({call.rank for call in calls}):
         yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
     for call in calls:
@@ -277,7 +375,7 @@ def events(calls: list[Call]) -> Iterable[dict[str, Any]]:
         at = call.rank, call.group, lane
         if at not in threads:
             threads[at] = len(threads)
-            name = {"name": f"group {call.group}"}
+            name = {"name": f"group {call.group.name}"}
             yield {"ph": "M", "name": "thread_name", "pid": call.rank, "tid": threads[at], "args": name}
         yield {
             "ph": "X",
@@ -294,11 +392,9 @@ def _show(found: dict[str, Any], records: dict[int, Record], saved: Path | None)
     to = console()
     if found["without_file"]:
         say(to, f"there is no file of {numbers(found['without_file'])}, which may have ended first")
-    for rank in found["of_another_run"]:
-        say(to, f"{records[rank].path}: its times are far from the others'; is it of another run?")
-    for rank, offset in found["clock_offsets_s"].items():
-        say(to, f"rank {rank}: its clock is {time_text(abs(offset))} {'ahead' if offset > 0 else 'behind'} of rank "
-            f"{min(records)}'s; corrected")  # fmt: skip
+    for offset, ranks in _ranks_by([(offset, int(rank)) for rank, offset in found["clock_offsets_s"].items()]).items():
+        apart = f"{time_text(abs(offset))} {'ahead of' if offset > 0 else 'behind'}"
+        say(to, f"{numbers(ranks)}: the clock there is {apart} rank {min(records)}'s; corrected")
     rows = table("rank", "began last", "others waited", right=("began last", "others waited"))
     for row in found["last"]:
         rows.add_row(str(row["rank"]), str(row["collectives"]), time_text(row["waited_s"]))
@@ -306,13 +402,19 @@ def _show(found: dict[str, Any], records: dict[int, Record], saved: Path | None)
         to.print(rows)
     else:
         say(to, "no collective is in the records of two ranks")
-    for row in found["not_ended"][:MOST_UNFINISHED]:
-        (name, *others), ranks = row["calls"], f"not ended by {numbers(row['not_ended_by'])}"
-        if others:
-            name, ranks = "different calls", ", ".join(f"{name} by {numbers(by)}" for name, by in row["calls"].items())
-        missing = f"; not begun by {numbers(row['not_begun_by'])}" if row["not_begun_by"] else ""
-        say(to, f"group {row['group']}: {name} #{row['number']}: {ranks}{missing}")
-    if len(found["not_ended"]) > MOST_UNFINISHED:
-        say(to, f"{len(found['not_ended']) - MOST_UNFINISHED} more have not ended; --json has them all")
+    lines: dict[str, list[str]] = {}
+    for row in sorted([*found["differ"], *found["not_ended"]], key=lambda row: row["begun"]):
+        name = next(iter(row["calls"])) if len(row["calls"]) == 1 else "different calls"
+        said = lines.setdefault(f"group {row['group']}: {name} #{row['number']}", [])
+        said += row.get("how", ())
+        said += [
+            f"not {what} by {numbers(row[key])}"
+            for what, key in (("ended", "not_ended_by"), ("begun", "not_begun_by"))
+            if row.get(key)
+        ]
+    for title, said in list(lines.items())[:MOST_CALLS]:
+        say(to, f"{title}: {'; '.join(said)}")
+    if len(lines) > MOST_CALLS:
+        say(to, f"{len(lines) - MOST_CALLS} more calls differ or have not ended; --json has them all")
     if saved:
         say(to, f"trace: {saved}, for https://ui.perfetto.dev")

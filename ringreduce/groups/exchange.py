@@ -140,6 +140,8 @@ class Exchange:
         self.id = secrets.token_hex(8)
         self.attempt = endpoints[0]["socket"][1] if endpoints else ""
         """The id of rank 0, once this rank knows it."""
+        self.job = ""
+        """Of the group whose ranks make this one; empty: this one begins a job."""
         self.watched = range(size) if rank == 0 else [0]
         """The ranks without which a wait is in vain: where they are on this machine, their end ends it."""
         self._within, self._processes, self._order = within, processes, order

@@ -164,6 +164,7 @@ def _exchange(
         before = before._replace(ended=lambda: [wanted.index(each) for each in group.ended() if each in wanted])
         order = Order(without_prefixes(store), attempt, ranks[rank], name, ranks)
     exchange = Exchange(store, rank, len(ranks), seconds, ranks, attempt, processes, before, order)
+    exchange.job = within[0].job if within else ""
     try:
         yield exchange
     except BaseException as error:
@@ -354,6 +355,8 @@ class GroupSpec:
             global_ranks=exchange.ranks,
             timeout=self.seconds,
             number=number,
+            id=exchange.attempt,
+            job=exchange.job or exchange.attempt,
             regroup=functools.partial(_regroup, store, self.name, exchange.rank, exchange.ranks, options, survivors),
             join_gpus=functools.partial(_join_gpus, exchange.size, options, self.seconds, between_gpus),
             ask=self._choices(decision, links).ask,

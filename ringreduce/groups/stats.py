@@ -107,7 +107,8 @@ def dump_flight_record(path: str | os.PathLike[str]) -> None:
     """Writes the latest calls of all groups to `path`, in the format of c10d's flight recorder.
 
     `torchfrtrace FOLDER -p PREFIX` reads the files of all ranks, PREFIX0, PREFIX1, ... by global rank, in one folder.
-    When a group breaks, the same is written without being asked, to $TORCH_FR_DUMP_TEMP_FILE with the rank after it.
+    When a group breaks, the same is written without being asked, to $TORCH_FR_DUMP_TEMP_FILE with the rank after it, or
+    to a folder of the job below ~/.cache/torch/ringreduce.
     How many calls are kept is `Options.recorded_calls`.
     """
     path = Path(path)

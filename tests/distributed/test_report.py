@@ -133,6 +133,9 @@ def recorded(me: Rank, folder: str) -> None:
         collectives = [e for e in own if not e["is_p2p"]]
         assert [e["collective_seq_id"] for e in collectives] == list(range(1, len(collectives) + 1))
         assert record["pg_config"][name]["ranks"] == "[0, 1, 2]"
+        groups = {group["name"]: group for group in record["ringreduce"]["groups"]}
+        assert {group["job"] for group in groups.values()} == {groups[name]["id"]}  # that of the world
+        assert len({group["id"] for group in groups.values()}) == len(groups)
         if me.rank < 2:
             (last,) = [e for e in record["entries"] if e["process_group"][0] == pair.group_name]
             assert last["input_sizes"] == [[11]] and last["input_dtypes"] == ["Float"]
@@ -175,6 +178,67 @@ def timing_out(me: Rank, folder: str) -> None:
             ringreduce.dump_flight_record(f"{folder}/rank2")
         if me.rank < 2:
             me.meet("timed out")
+
+
+def test_what_differs_between_calls_is_said(tmp_path: Path) -> None:
+    run(making_different_calls, 2, str(tmp_path))
+    how = {each.name: merged(each)["differ"][0]["how"] for each in tmp_path.iterdir()}
+    assert how == {
+        "sizes": ["4 elements on rank 0, 3 on rank 1"],
+        "roots": ["root 0 on rank 0, 1 on rank 1"],
+        "operations": ["op sum on rank 0, max on rank 1"],
+        "dtypes": ["dtype Float on rank 0, Int on rank 1"],
+        "splits": [
+            "rank 0 sends 2 elements to rank 1, which expects 1",
+            "rank 1 sends 2 elements to rank 0, which expects 1",
+        ],
+    }
+
+
+def making_different_calls(me: Rank, folder: str) -> None:
+    def calls(what: str) -> None:
+        match what:
+            case "sizes":
+                dist.all_reduce(torch.ones(4 - me.rank))
+            case "roots":
+                dist.broadcast(torch.ones(4), me.rank)  # of which the ranks know only at the next call that waits
+                dist.all_reduce(torch.ones(4))
+            case "operations":
+                dist.reduce(torch.ones(4), 0, [dist.ReduceOp.SUM, dist.ReduceOp.MAX][me.rank])
+                dist.barrier()
+            case "dtypes":
+                dist.all_reduce(torch.ones(4, dtype=[torch.float32, torch.int32][me.rank]))
+            case "splits":
+                dist.all_to_all_single(torch.empty(3), torch.ones(4), [[2, 1], [1, 2]][me.rank], [2, 2])
+
+    for what in ("sizes", "roots", "operations", "dtypes", "splits"):
+        with me.join(what):
+            with pytest.raises(CollectiveMismatch):
+                calls(what)
+            ringreduce.dump_flight_record(f"{folder}/{what}/rank{me.rank}")
+
+
+def test_each_job_has_files_of_its_own(tmp_path: Path) -> None:
+    jobs = tmp_path / "torch" / "ringreduce"
+    for number in range(30):
+        (jobs / f"old{number}").mkdir(parents=True)
+        (jobs / f"old{number}" / "rank0").touch()
+        os.utime(jobs / f"old{number}", (number, number))
+    run(breaking_by_job, 2, str(tmp_path))
+    kept = {path.name: sorted(each.name for each in path.iterdir()) for path in jobs.iterdir()}
+    new = [files for job, files in kept.items() if not job.startswith("old")]
+    assert new == [["rank0", "rank1"]] * 2 and len(kept) == 20 and "old12" in kept and "old11" not in kept
+
+
+def breaking_by_job(me: Rank, cache: str) -> None:
+    del os.environ["TORCH_FR_DUMP_TEMP_FILE"]
+    os.environ["XDG_CACHE_HOME"] = cache
+    for job in ("one", "another"):
+        with me.join(job):
+            group = dist.new_group()
+            with pytest.raises(CollectiveMismatch):
+                dist.all_reduce(torch.ones(3 + me.rank), group=group)
+    _C.shutdown_all()  # as at the process's end, which waits for the records
 
 
 def test_groups_that_break_at_once_leave_records() -> None:
@@ -281,7 +345,8 @@ def test_debug_lines(capfd: Any, tmp_path: Path) -> None:
     assert "ringreduce" not in output()
     life = output(RINGREDUCE_DEBUG="1")
     assert "[rank 0] made a group of ranks [0]" in life and "all_reduce #0" not in life
-    assert "[ringreduce rank 0 of" in (lines := output(RINGREDUCE_DEBUG="2")) and "all_reduce #0 done" in lines
+    assert "[ringreduce rank 0 of" in (lines := output(RINGREDUCE_DEBUG="2")) and "all_reduce #0 done after" in lines
+    assert "all_reduce #0 done, 0.000 ms of it waiting" in output(RINGREDUCE_DEBUG="2", RINGREDUCE_RECORDED_CALLS="0")
     assert "[rank 0] made a group of ranks [0]" in output(TORCH_LOGS="ringreduce.groups")
 
 

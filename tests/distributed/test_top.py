@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from distributed.harness import Rank, Ranks
 from processes import deadline
 
 from ringreduce.cli import top
+from ringreduce.groups.lookup import backend_of
 
 
 def waits_and_calls(me: Rank) -> None:
@@ -30,9 +33,9 @@ def waits_and_calls(me: Rank) -> None:
         me.store.wait(["the end"])
 
 
-def of(pids: list[int], groups: dict[int, list[top.Rank]]) -> list[top.Rank]:
+def of(pids: list[int], groups: dict[int, top.Group]) -> list[top.Rank]:
     """The ranks of the one group that these processes have. Other tests may have groups at the same time."""
-    found = [ranks for ranks in groups.values() if {rank.pid for rank in ranks} & set(pids)]
+    found = [group.ranks for group in groups.values() if {rank.pid for rank in group.ranks} & set(pids)]
     return found[0] if found else []
 
 
@@ -61,9 +64,10 @@ def test_the_rank_that_is_waited_for_is_named() -> None:
         ranks.signal(1, signal.SIGSTOP)
         stopped = seen_until(pids, watch, "which has been stopped")
         assert stopped[1].state == "stopped"
-        text = top.prometheus({7: stopped})
-        assert f'ringreduce_stopped{{group="7",rank="1",pid="{pids[1]}"}} 1' in text
-        assert f'ringreduce_waits{{group="7",rank="0",pid="{pids[0]}"}} 1' in text
+        text = top.prometheus({7: top.Group('a "name"', "job", 3, "me", "program", stopped)})
+        labels = r'group="7",name="a \"name\"",job="job",user="me"'
+        assert f'ringreduce_stopped{{{labels},rank="1",pid="{pids[1]}"}} 1' in text
+        assert f'ringreduce_waits{{{labels},rank="0",pid="{pids[0]}"}} 1' in text
         assert all(re.fullmatch(r"# (HELP|TYPE) .+|ringreduce_\w+\{.+\} \S+", line) for line in text.splitlines())
         ranks.signal(1, signal.SIGCONT)
         ranks.store.set("rank 1 may go on", "")
@@ -79,7 +83,8 @@ def test_the_rank_that_is_waited_for_is_named() -> None:
 
 def calls_all_the_time(me: Rank) -> None:
     with me.join():
-        me.report(os.getpid())
+        group = backend_of(None)
+        me.report((os.getpid(), dist.group.WORLD.group_name, group.job))  # type: ignore[union-attr]
         ended = torch.zeros(1)
         while not ended:
             dist.all_reduce(torch.ones(1000))
@@ -90,13 +95,23 @@ def calls_all_the_time(me: Rank) -> None:
 def test_rates_and_the_command() -> None:
     command = [sys.executable, "-m", "ringreduce", "top", "--once", "--interval", "0.5"]
     with Ranks(calls_all_the_time, 2) as ranks:
-        pids = ranks.reports()
+        pids, (name, _), (job, _) = zip(*ranks.reports(), strict=True)
         done = subprocess.run([*command, "--json"], capture_output=True, check=True, timeout=deadline())
         (group,) = [each for each in json.loads(done.stdout) if each["ranks"][0]["pid"] == pids[0]]
+        user = pwd.getpwuid(os.getuid()).pw_name
+        program = Path(f"/proc/{pids[0]}/cmdline").read_text().rstrip("\0").replace("\0", " ")
+        assert {key: group[key] for key in ("name", "job", "size", "user", "program")} == {
+            "name": name,
+            "job": job,
+            "size": 2,
+            "user": user,
+            "program": program,
+        }
         for each in group["ranks"]:
             assert each["calls_per_s"] > 0 and 0 < each["bytes_per_s"] <= each["calls_per_s"] * 4000
         shown = subprocess.run(command, capture_output=True, check=True, timeout=deadline(), text=True).stdout
         assert all(str(pid) in shown for pid in pids) and "\x1b" not in shown
+        assert f"group {name} of 2 ranks, job {job}, {user}: {program[: top.LONGEST_PROGRAM]}" in shown
         watching = subprocess.Popen([*command[:-3], "--json"], stdout=subprocess.PIPE)
         assert watching.stdout is not None and json.loads(watching.stdout.readline())
         watching.send_signal(signal.SIGINT)
