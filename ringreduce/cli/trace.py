@@ -195,7 +195,7 @@ def _call(rank: int, entry: dict[str, Any], group: Group, ranks: list[int]) -> C
     }
     return Call(
         rank,
-        group._replace(name=str(entry["process_group"][0])),
+        group._replace(name=str(entry["process_group"][0])) if message else group,
         name,
         int(entry["p2p_seq_id" if message else "collective_seq_id"]),
         message,
