@@ -37,11 +37,12 @@ class Help(argparse.RawDescriptionHelpFormatter):
 
 def open_streams() -> None:
     """Opens /dev/null for the standard streams that are closed, so that no other file or socket gets their numbers."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
+    for number in range(3):
         try:
             os.fstat(number)
         except OSError:  # the lowest free number is this one
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w" if number else "r"))  # noqa: SIM115 (it stays open)
     if isinstance(sys.stdout, TextIOWrapper):

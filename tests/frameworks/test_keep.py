@@ -28,6 +28,13 @@ def keep(*command: str, **options: Any) -> subprocess.Popen[str]:
     )
 
 
+def test_a_command_has_the_streams_that_its_keeper_was_started_without() -> None:
+    check = "import os; assert [os.readlink(f'/proc/self/fd/{fd}') for fd in range(3)] == [os.devnull] * 3"
+    for closed in ("<&- >&- 2>&-", "<&- >/dev/null 2>&-", "</dev/null >&- 2>/dev/null"):
+        shell = ("bash", "-c", f'exec "$@" {closed}', "bash", sys.executable, *KEEP, sys.executable, "-c", check)
+        assert subprocess.run(shell, env=environment(), timeout=60, check=False).returncode == 0, closed
+
+
 DIES = "import os, signal; print('life', os.environ['RINGREDUCE_LIFE'], flush=True); os.kill(os.getpid(), signal.SIG{})"
 
 
