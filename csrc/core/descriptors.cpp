@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <cstring>
 #include <string>
+#include <utility>
 
 #include "core/error.h"
 
@@ -22,6 +23,23 @@ union Control {
 };
 
 }  // namespace
+
+int above_streams(int made) {
+  if (made < 0 || made > STDERR_FILENO) return made;
+  const int moved = fcntl(made, F_DUPFD_CLOEXEC, STDERR_FILENO + 1), error = errno;
+  close(made);
+  errno = error;
+  return moved;
+}
+
+bool above_streams(int (&made)[2]) {
+  for (int& each : made) each = above_streams(each);
+  if (made[0] >= 0 && made[1] >= 0) return true;
+  const int error = errno;
+  for (int& each : made) FileDescriptor(std::exchange(each, -1));
+  errno = error;
+  return false;
+}
 
 bool send_message(int socket, const void* data, std::size_t bytes, std::span<const int> descriptors) {
   Control control;
@@ -59,27 +77,31 @@ std::optional<Received> receive_message(int socket) {
   const ssize_t got = recvmsg(socket, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
   if (got <= 0) return std::nullopt;
   received.bytes.resize(static_cast<std::size_t>(got));
+  bool cut = (message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0;
   for (cmsghdr* head = CMSG_FIRSTHDR(&message); head != nullptr; head = CMSG_NXTHDR(&message, head)) {
     if (head->cmsg_level != SOL_SOCKET || head->cmsg_type != SCM_RIGHTS) continue;
     std::vector<int> descriptors((head->cmsg_len - CMSG_LEN(0)) / sizeof(int));
     std::memcpy(descriptors.data(), CMSG_DATA(head), descriptors.size() * sizeof(int));
-    for (const int each : descriptors) received.descriptors.emplace_back(each);
+    for (const int each : descriptors) {
+      received.descriptors.emplace_back(above_streams(each));
+      cut |= received.descriptors.back().get() < 0;
+    }
   }
-  if ((message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0)
+  if (cut)
     throw Error(ErrorKind::system,
                 "a message came without all of its descriptors: this process may have no more (see `ulimit -n`)");
   return received;
 }
 
 FileDescriptor duplicate(int descriptor) {
-  FileDescriptor another(fcntl(descriptor, F_DUPFD_CLOEXEC, 0));
+  FileDescriptor another(fcntl(descriptor, F_DUPFD_CLOEXEC, STDERR_FILENO + 1));
   if (another.get() < 0)
     throw Error(ErrorKind::system, std::string("duplicating a descriptor: ") + std::strerror(errno));
   return another;
 }
 
 FileDescriptor own_pidfd() {
-  FileDescriptor made(static_cast<int>(syscall(SYS_pidfd_open, getpid(), 0)));
+  FileDescriptor made(above_streams(static_cast<int>(syscall(SYS_pidfd_open, getpid(), 0))));
   if (made.get() < 0) {
     const char* fix = "";
     if (errno == EMFILE) fix = "; raise `ulimit -n`";

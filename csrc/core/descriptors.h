@@ -13,6 +13,13 @@ namespace ringreduce {
 inline constexpr std::size_t kMostDescriptors = 240;  // in one message; the kernel's limit is 253
 inline constexpr std::size_t kMostMessage = 1024;     // bytes
 
+// Takes what a call has made and returns it under a number of 3 or higher; -1, with errno, if the call or this has
+// failed. A process may run with descriptors 0, 1 and 2 closed, and the next one that it makes gets such a number: what
+// a library prints would go into shared memory or a connection.
+int above_streams(int made);
+// The same for both descriptors of a pair. If it returns false, neither is open, and both are -1.
+bool above_streams(int (&made)[2]);
+
 // Sends a message without waiting. Returns false if the socket's buffer is full, if its other end is closed, or if too
 // many descriptors have been sent that nobody has received.
 bool send_message(int socket, const void* data, std::size_t bytes, std::span<const int> descriptors);

@@ -79,7 +79,7 @@ bool is_of_this_user(const FileDescriptor& connection) {
 }
 
 FileDescriptor listen_at(const std::string& name) {
-  FileDescriptor listener(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  FileDescriptor listener(above_streams(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)));
   if (listener.get() < 0) fail("socket", errno);
   const Address address(name);
   if (bind(listener.get(), address.get(), address.bytes) != 0) fail("bind", errno);
@@ -101,7 +101,7 @@ LentDescriptor::~LentDescriptor() {
 
 void LentDescriptor::serve() const {
   for (;;) {
-    const FileDescriptor connection(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    const FileDescriptor connection(above_streams(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC)));
     if (connection.get() < 0) {
       if (errno == EINVAL) return;  // it was shut down
       std::this_thread::sleep_for(kPause);
@@ -114,7 +114,7 @@ void LentDescriptor::serve() const {
 }
 
 FileDescriptor borrow_descriptor(const std::string& name, Nanoseconds timeout) {
-  const FileDescriptor connection(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  const FileDescriptor connection(above_streams(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)));
   if (connection.get() < 0) fail("socket", errno);
   const timeval patience{static_cast<time_t>(timeout / kSecond),
                          static_cast<suseconds_t>(timeout % kSecond / kMicrosecond)};
@@ -129,12 +129,12 @@ FileDescriptor borrow_descriptor(const std::string& name, Nanoseconds timeout) {
   if (bytes == 0) throw Error(ErrorKind::system, "its owner refuses, or has ended; run all ranks as one user");
   const cmsghdr* const control = CMSG_FIRSTHDR(&message.header);
   if (control == nullptr || control->cmsg_type != SCM_RIGHTS) {  // the kernel could not, or would not, pass it on
-    const FileDescriptor another(fcntl(connection.get(), F_DUPFD_CLOEXEC, 0));
+    const FileDescriptor another(above_streams(fcntl(connection.get(), F_DUPFD_CLOEXEC, 0)));
     fail("recvmsg", another.get() < 0 ? errno : EPERM);
   }
   int fd = -1;
   std::memcpy(&fd, CMSG_DATA(control), sizeof(fd));
-  return FileDescriptor(fd);
+  return FileDescriptor(above_streams(fd));
 }
 
 }  // namespace ringreduce::cuda

@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "core/arithmetic.h"
+#include "core/descriptors.h"
 #include "cuda/lent_descriptor.h"
 
 namespace ringreduce::cuda {
@@ -162,8 +163,8 @@ std::shared_ptr<Virtual> allocate_virtual(const DevicePtr& device, std::size_t b
   owned->mapping.emplace(device, memory, owned->bytes);
   int fd = -1;
   cuda.cuMemExportToShareableHandle(&fd, memory, kMemHandleTypePosixFileDescriptor, 0);
-  FileDescriptor exported(fd);
-  fcntl(fd, F_SETFD, FD_CLOEXEC);
+  FileDescriptor exported(above_streams(fd));
+  fcntl(exported.get(), F_SETFD, FD_CLOEXEC);
   zero(device, owned->pointer(), owned->bytes);
   owned->lent.emplace(name_of(kGpu, this_process().id, owned->pointer()), std::move(exported));
   return owned;
@@ -179,7 +180,7 @@ std::shared_ptr<Allocated> allocate(const DevicePtr& device, std::size_t bytes) 
 
 // `bytes` bytes of the host, which take no memory before they are written, for whoever has the handle of `pointer`.
 std::shared_ptr<const LentDescriptor> lend_words(std::size_t bytes, CUdeviceptr pointer) {
-  FileDescriptor words(memfd_create("ringreduce words", MFD_CLOEXEC));
+  FileDescriptor words(above_streams(memfd_create("ringreduce words", MFD_CLOEXEC)));
   if (words.get() < 0 || ftruncate(words.get(), static_cast<off_t>(bytes)) != 0)
     throw Error(ErrorKind::system, "memfd_create of " + in_bytes(bytes) + ": " + std::strerror(errno) +
                                        "; see the limits on open files and file sizes (ulimit -n, -f)");

@@ -18,7 +18,7 @@ Client::Client(WorkerId worker, std::size_t servers, std::size_t data, std::func
       bell_(&window_->bell()),
       peers_(servers) {
   int ends[2];
-  if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends) != 0)
+  if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends) != 0 || !above_streams(ends))
     throw Error(ErrorKind::system, std::string("socketpair: ") + std::strerror(errno));
   news_ = FileDescriptor(ends[0]);
   news_for_servers_ = FileDescriptor(ends[1]);

@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "core/descriptors.h"
 #include "core/error.h"
 
 #ifndef F_SEAL_FUTURE_WRITE
@@ -44,7 +45,7 @@ RequestSlot slot_of(const Request& request, std::size_t offset, std::size_t byte
 }
 
 FileDescriptor make_memory(const char* name, std::size_t bytes) {
-  FileDescriptor memory(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  FileDescriptor memory(above_streams(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING)));
   if (memory.get() < 0) refuse("memfd_create");
   if (ftruncate(memory.get(), static_cast<off_t>(bytes)) != 0) refuse("ftruncate to " + std::to_string(bytes));
   if (fcntl(memory.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) refuse("sealing shared memory");

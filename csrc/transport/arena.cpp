@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "core/arithmetic.h"
+#include "core/descriptors.h"
 #include "core/error.h"
 
 namespace ringreduce {
@@ -135,7 +136,7 @@ struct Arena::Children {
       if (arena == nullptr) return;
       arena->mutex_.lock();
       of_process().forget_dead();
-      if (pipe2(pipe, O_CLOEXEC) != 0) pipe[0] = pipe[1] = -1;
+      if (pipe2(pipe, O_CLOEXEC) != 0 || !above_streams(pipe)) pipe[0] = pipe[1] = -1;
     }
     static void in_parent() {
       if (arena == nullptr) return;
@@ -157,7 +158,7 @@ Arena::Arena(const Options& options) : options_(options) {
   if (options.bytes == 0 || options.bytes % kPage != 0)
     throw Error(ErrorKind::invalid_argument,
                 "arena_bytes is " + std::to_string(options.bytes) + "; it must be a multiple of 4096, not 0");
-  memfd_ = memfd_create("ringreduce-arena", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  memfd_ = above_streams(memfd_create("ringreduce-arena", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   // If it became smaller, all who map it would end, by SIGBUS.
   const bool made = memfd_ >= 0 && ftruncate(memfd_, static_cast<off_t>(options.bytes)) == 0 &&
                     fcntl(memfd_, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0;

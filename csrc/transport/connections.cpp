@@ -14,6 +14,7 @@
 #include <cstring>
 #include <utility>
 
+#include "core/descriptors.h"
 #include "core/threads.h"
 
 namespace ringreduce {
@@ -44,7 +45,9 @@ void ask_tcp(int socket, Connections::Counters& counters) {
 }  // namespace
 
 Connections::Connections(User& user)
-    : user_(user), poll_(epoll_create1(EPOLL_CLOEXEC)), waker_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+    : user_(user),
+      poll_(above_streams(epoll_create1(EPOLL_CLOEXEC))),
+      waker_(above_streams(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK))) {
   epoll_event event{.events = EPOLLIN, .data = {.u64 = kWaker}};
   if (poll_ < 0 || waker_ < 0 || epoll_ctl(poll_, EPOLL_CTL_ADD, waker_, &event) != 0) {
     const std::string error = last_error();

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ringreduce.common.descriptors import above_streams, open_above_streams
+
 LARGEST = 16 << 20
 """Bytes that `content_of` reads unless its caller says otherwise."""
 
@@ -62,7 +64,7 @@ def json_of(content: bytes) -> Any:
 
 def write_file(path: str | Path, content: bytes) -> None:
     """Writes a file that a user names. Raises OSError that names it."""
-    with naming(path), open(path, "wb") as file:
+    with naming(path), open(path, "wb", opener=open_above_streams) as file:
         file.write(content)
 
 
@@ -93,7 +95,8 @@ def require_own(status: os.stat_result) -> None:
 
 def read_own(path: Path) -> bytes:
     """The content of a file that nobody else could have written. Raises OSError."""
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:  # not for a pipe
+    # Does not wait for who writes to a pipe.
+    with open(path, "rb", opener=lambda name, flags: open_above_streams(name, flags | os.O_NONBLOCK)) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise OSError("it is not a regular file")
@@ -113,7 +116,7 @@ def replace_file(path: Path, content: bytes, replace: bool = True) -> None:
 def _replace(path: Path, content: bytes, replace: bool) -> None:
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:64]}.")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with os.fdopen(above_streams(handle), "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -18,6 +18,7 @@ import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ringreduce.common.descriptors import above_streams
 from ringreduce.common.failures import InvalidArgument, SystemFailure
 from ringreduce.common.system import own_cores
 from ringreduce.coordination.process import Who, has_ended, identity, local_network
@@ -83,7 +84,7 @@ class PreparedEndpoint:
         if listens:
             with contextlib.suppress(SystemFailure, InvalidArgument):
                 self.door = door_at(location)
-        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.listener = above_streams(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         self.listener.bind("")  # the kernel picks a free abstract address
         self.listener.listen(8)
         self.endpoint: Endpoint = {

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ringreduce.common import units
+from ringreduce.common.descriptors import above_streams
 from ringreduce.common.failures import InvalidArgument
 from ringreduce.coordination.store import Values
 
@@ -104,7 +105,7 @@ class Etcd(Values):
             sent = False
             try:
                 if mine.connection is None:
-                    mine.connection = http.client.HTTPConnection(host, port, timeout=SECONDS)
+                    mine.connection = _Connection(host, port, timeout=SECONDS)
                     mine.connection.connect()
                 sent = True
                 mine.connection.request("POST", f"/v3/kv/{what}", body, {"Content-Type": "application/json"})
@@ -121,6 +122,14 @@ class Etcd(Values):
                 break
             time.sleep(0.05 * (attempt >= len(self._servers)))
         raise ConnectionError(f"etcd: {what} failed, at last by {host}:{port}: {error}")
+
+
+class _Connection(http.client.HTTPConnection):
+    """Also connects by itself, when the server has closed the connection after an answer."""
+
+    def connect(self) -> None:
+        super().connect()
+        self.sock = above_streams(self.sock)
 
 
 def _text(value: str | bytes) -> str:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ringreduce.common import compiled
+from ringreduce.common.descriptors import make_above_streams
 from ringreduce.common.failures import SystemFailure
 from ringreduce.coordination.store import Values
 
@@ -58,7 +59,7 @@ class Ledger(Values):
 
         The bytes must have been zero before the first process did this. The caller keeps the descriptor.
         """
-        self._memory = mmap.mmap(memfd, size, offset=begin)
+        self._memory = make_above_streams(lambda: mmap.mmap(memfd, size, offset=begin))
         self._words: type[_C.SharedWord] = compiled.load().SharedWord
         self._newest = self._words(self._memory, NEWEST)
         self._free = self._words(self._memory, FREE)

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from ringreduce.common.descriptors import above_streams
 from ringreduce.common.failures import SystemFailure
 from ringreduce.common.files import text_of
 
@@ -101,7 +102,7 @@ def open_process(who: Who) -> int:
     """
     if who.pids != identity().pids:
         raise OSError(f"process {who.pid} of {who.host} is in another PID namespace")
-    pidfd = os.pidfd_open(who.pid)
+    pidfd = above_streams(os.pidfd_open(who.pid))
     try:
         began = _began(who.pid) if who.clock == identity().clock else who.began
     except OSError:  # it has just ended, which the descriptor shows, or /proc hides it from this user
@@ -141,7 +142,7 @@ def ended_among(pidfds: Iterable[int], seconds: float) -> list[int]:
 
 def own_pidfd() -> int:
     try:
-        return os.pidfd_open(os.getpid())
+        return above_streams(os.pidfd_open(os.getpid()))
     except OSError as error:
         raise SystemFailure(f"pidfd_open: {error.strerror}{pidfd_fix(error)}") from None
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.utils.data import Dataset
 
+from ringreduce.common.descriptors import above_streams, make_above_streams
 from ringreduce.common.failures import InvalidArgument, SampleFailed, SystemFailure
 from ringreduce.common.units import duration
 from ringreduce.data import supervisor
@@ -391,7 +392,7 @@ class Loader(Steps[Any]):
                 with contextlib.suppress(OSError):
                     server.connection.send(b"".join([*anew, ASKED.pack(LAST, 0, 0, 0)]))
                 for holder in held.values():
-                    kept = server.connection.dup()
+                    kept = above_streams(server.connection.dup())
                     _kept.add(kept)
                     weakref.finalize(holder, kept.close)
 
@@ -497,10 +498,14 @@ class _Server:
         filled = Filled(*where)
         for fd in fds:
             try:
-                self._slots[filled.slot] = np.frombuffer(mmap.mmap(fd, filled.bytes), np.uint8)
+                self._slots[filled.slot] = _mapped(fd, filled.bytes)
             finally:
                 os.close(fd)
         return request, filled, self._slots.get(filled.slot)
+
+
+def _mapped(fd: int, size: int) -> Memory:
+    return np.frombuffer(make_above_streams(lambda: mmap.mmap(fd, size)), np.uint8)
 
 
 _open: weakref.WeakSet[Loader] = weakref.WeakSet()

@@ -8,6 +8,7 @@ import socket
 import struct
 from typing import NamedTuple
 
+from ringreduce.common.descriptors import above_streams
 from ringreduce.network.local import check_user, receive
 
 Key = tuple[int, int]
@@ -55,7 +56,7 @@ def address(name: str) -> bytes:
 
 def listen(name: str) -> socket.socket | None:
     """None if another process listens under this name."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener = above_streams(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
     try:
         listener.bind(address(name))
     except OSError:
@@ -67,7 +68,7 @@ def listen(name: str) -> socket.socket | None:
 
 def connect(name: str) -> socket.socket | None:
     """None if no process listens under this name. Raises `ConnectionError` if another user's does."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection = above_streams(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
     try:
         connection.connect(address(name))
     except OSError:
@@ -83,7 +84,7 @@ def connect(name: str) -> socket.socket | None:
 
 def accept(listener: socket.socket) -> socket.socket | None:
     """A connection of this user, or None."""
-    connection, _ = listener.accept()
+    connection = above_streams(listener.accept()[0])
     try:
         check_user(connection)
     except OSError:

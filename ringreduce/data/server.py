@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch.utils.data import Subset
 
+from ringreduce.common.descriptors import above_streams, make_above_streams
 from ringreduce.common.failures import SystemFailure
 from ringreduce.data.batches import Failure, LaidOut, lay_out, lay_out_whole
 from ringreduce.data.messages import ANEW, ASKED, DONE, FILLED, LAST, WANT, Filled, Key, accept, next_message
@@ -266,7 +267,7 @@ class Server:
             self._slots_made += 1
         size = -(-int(laid_out.bytes * ROOM) // mmap.PAGESIZE) * mmap.PAGESIZE
         fd = shared_memory(size)
-        return Slot(number, fd, mmap.mmap(fd, size))
+        return Slot(number, fd, make_above_streams(lambda: mmap.mmap(fd, size)))
 
     def _tell(self, reader: Reader, request: int, slot: Slot) -> None:
         assert slot.filled is not None
@@ -323,7 +324,7 @@ def is_between_processes(fd: int) -> bool:
 
 def replace_by_nothing(fd: int) -> None:
     """Closes what the descriptor stands for, and keeps its number taken."""
-    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    nothing = above_streams(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
     os.dup2(nothing, fd, inheritable=fd <= 2)
     os.close(nothing)
 

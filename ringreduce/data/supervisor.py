@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from ringreduce.common.descriptors import above_streams
 from ringreduce.data.messages import WHERE, accept, listen, next_message
 from ringreduce.data.server import Recipe, Server, is_between_processes, leave_output, replace_by_nothing
 
@@ -39,8 +40,8 @@ def start(name: str, listener: socket.socket, terms: dict[str, Any], recipe: Rec
     it says so to this connection. Raises `OSError`.
     """
     try:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        starter = os.pidfd_open(os.getpid())
+        ours, theirs = map(above_streams, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        starter = above_streams(os.pidfd_open(os.getpid()))
         pid = os.fork()
     except OSError:
         listener.close()
@@ -155,7 +156,7 @@ class _Supervisor:
     def _fork(self, number: int) -> None:
         parent, self._current[number] = os.getpid(), -1
         if pid := os.fork():
-            pidfd = os.pidfd_open(pid)
+            pidfd = above_streams(os.pidfd_open(pid))
             self._servers[pidfd] = pid, number
             self._poll.register(pidfd, select.POLLIN)
             return

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ringreduce import tuning
 from ringreduce.common import compiled
+from ringreduce.common.descriptors import above_streams
 from ringreduce.common.failures import RingReduceError, SystemFailure, TopologyError
 from ringreduce.common.files import text_of
 from ringreduce.common.system import crowded, own_cores, refused_calls
@@ -528,7 +529,7 @@ def _find_nccl(missing: str) -> str | None:
 def _why_no_memory() -> str:
     try:
         os.close(own_pidfd())
-        file = os.memfd_create("ringreduce doctor", os.MFD_CLOEXEC)
+        file = above_streams(os.memfd_create("ringreduce doctor", os.MFD_CLOEXEC))
     except SystemFailure as error:
         return str(error)
     except OSError as error:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 
+from ringreduce.common.descriptors import make_above_streams
 from ringreduce.common.failures import CollectiveTimeout, RingReduceError
 from ringreduce.coordination.endpoint import Location
 from ringreduce.coordination.store import Store, get
@@ -333,7 +334,7 @@ def _receive(sockets: Sequence[socket.socket], size: int) -> None:
 
 
 def _ready(sockets: Sequence[socket.socket], event: int) -> Iterator[socket.socket]:
-    with selectors.DefaultSelector() as selector:
+    with make_above_streams(selectors.DefaultSelector) as selector:
         for connection in sockets:
             selector.register(connection, event)
         while ready := selector.select(STALL_SECONDS):

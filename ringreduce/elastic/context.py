@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from ringreduce.common.descriptors import above_streams
 from ringreduce.coordination.endpoint import Endpoint, PreparedEndpoint, address_of, member_has_ended
 from ringreduce.coordination.join_queue import JoinQueue
 from ringreduce.coordination.ledger import Ledger
@@ -75,7 +76,7 @@ class WorldContext:
         if address is None or address[1] != kernel():
             return False
         try:
-            memfd = os.open(address[0], os.O_RDWR | os.O_CLOEXEC)
+            memfd = above_streams(os.open(address[0], os.O_RDWR | os.O_CLOEXEC))
         except OSError:
             return False
         if os.fstat(memfd).st_ino != address[2]:
@@ -90,7 +91,7 @@ class WorldContext:
         The ranks must be on one host. Without a ledger, they agree in the store.
         """
         if rank == 0:
-            memfd = os.memfd_create("ringreduce world", os.MFD_CLOEXEC)
+            memfd = above_streams(os.memfd_create("ringreduce world", os.MFD_CLOEXEC))
             os.ftruncate(memfd, LEDGER_BYTES)
             self._use(memfd)
         told: list[Any] = [self.ledger_address()]

@@ -34,6 +34,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ringreduce.common.descriptors import above_streams, duplicate, make_above_streams
 from ringreduce.common.failures import (
     CollectiveTimeout,
     InvalidArgument,
@@ -270,7 +271,7 @@ def _find(me: _Announced, location: Location, decide: Decide) -> tuple[Roster, _
     def leader_came(pause: float) -> bool:
         me.ready.listener.settimeout(pause)
         try:
-            connection, _ = me.ready.listener.accept()
+            connection = above_streams(me.ready.listener.accept()[0])
         except (TimeoutError, BlockingIOError):
             pass
         else:
@@ -365,12 +366,12 @@ def _lead(
             memfd = shared_memory(segment_bytes)
             members[own.rank] = own._replace(pidfd=own_pidfd(), arena=-1)
             if own.arena >= 0:
-                members[own.rank] = members[own.rank]._replace(arena=os.dup(own.arena))
+                members[own.rank] = members[own.rank]._replace(arena=duplicate(own.arena))
             secret, text = bytes.fromhex(roster["secret"]), written(json.dumps(roster))
             connections.callback(os.close, text)
             guests = {r: connections.enter_context(_invite(me, roster, r, text)) for r in here[1:]}
             passed("host: invited")
-            events = connections.enter_context(selectors.DefaultSelector())
+            events = connections.enter_context(make_above_streams(selectors.DefaultSelector))
             for r, guest in guests.items():
                 events.register(guest, selectors.EVENT_READ, r)
 
@@ -405,7 +406,7 @@ def _lead(
 def _invite(me: _Announced, roster: Roster, rank: int, text: int) -> socket.socket:
     """Connects with a rank of this host, and hands it the roster, which is in `text`."""
     address, nonce = (bytes.fromhex(text) for text in roster["sockets"][rank])
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection = above_streams(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
     try:
         connection.connect(address)
         check_user(connection)

@@ -10,6 +10,7 @@ from typing import cast, overload
 import torch.distributed as dist
 
 from ringreduce import _C
+from ringreduce.common.files import write_file
 from ringreduce.groups.between_hosts import LinkStats, Wire
 from ringreduce.groups.lookup import all_links, backend_of, links_of, registered
 from ringreduce.topology.group_plans import GroupTopology, OnHost
@@ -113,4 +114,4 @@ def dump_flight_record(path: str | os.PathLike[str]) -> None:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(_C.flight_record())
+    write_file(path, _C.flight_record())

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from ipaddress import IPv4Interface, IPv4Network, IPv6Interface, IPv6Network, ip_address, ip_interface, ip_network
 from pathlib import Path
 
+from ringreduce.common.descriptors import above_streams
 from ringreduce.common.failures import InvalidArgument
 
 VARIABLE = "RINGREDUCE_SOCKET_IFNAME"
@@ -212,7 +213,7 @@ def local_interfaces() -> list[Interface]:
 
 def _dump(what: int, kind: struct.Struct) -> Iterator[tuple[tuple[int, ...], dict[int, bytes]]]:
     """All links or addresses: the fields of each, and its attributes by type."""
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE) as kernel:
+    with above_streams(socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE)) as kernel:
         kernel.send(_HEADER.pack(_HEADER.size + kind.size, what, _REQUEST_DUMP, 1, 0) + bytes(kind.size))
         while True:
             data = kernel.recv(1 << 16)

@@ -35,6 +35,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
+from ringreduce.common.descriptors import above_streams, make_above_streams
 from ringreduce.common.failures import Aborted, CollectiveTimeout, PeerLost, SystemFailure
 from ringreduce.common.ranks import call_ranks
 from ringreduce.network.handshake import SESSION, Connection, Handshake, Refused, say_ready, within
@@ -151,7 +152,8 @@ class Door:
         def serve() -> None:
             serving = self._serve(started)
             try:
-                asyncio.run(serving)
+                with contextlib.closing(make_above_streams(asyncio.new_event_loop)) as loop:
+                    loop.run_until_complete(serving)
             except BaseException as error:  # no descriptors are left for the loop, say
                 if started.done():
                     raise
@@ -223,14 +225,16 @@ class Door:
         listening = [asyncio.create_task(self._accept(*listener)) for listener in self._listeners]
         started.set_result(None)
         await self._stop.wait()
-        for task in listening:
+        ending = {*listening, *asyncio.all_tasks()} - {asyncio.current_task()}
+        for task in ending:
             task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
 
     async def _accept(self, listener: socket.socket, address: Address) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                connection, _ = await loop.sock_accept(listener)
+                connection = above_streams((await loop.sock_accept(listener))[0])
             except OSError as error:  # no descriptors are left, say
                 log.warning("cannot accept a connection: %s", reason(error))
                 await asyncio.sleep(0.1)
@@ -464,7 +468,7 @@ class Door:
     async def _approach(self, path: Path, peer: int, number: int, session: bytes) -> Connection:
         """Connects, and has both sides prove who they are. Raises `Refused` or `OSError`."""
         loop = asyncio.get_running_loop()
-        connection = socket.socket(socket.AF_INET6 if len(path.target) == 4 else socket.AF_INET)
+        connection = above_streams(socket.socket(socket.AF_INET6 if len(path.target) == 4 else socket.AF_INET))
         try:
             connection.setblocking(False)
             if path.source:

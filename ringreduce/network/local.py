@@ -12,13 +12,14 @@ import struct
 import time
 from collections.abc import Iterable
 
+from ringreduce.common.descriptors import above_streams
 from ringreduce.common.failures import SystemFailure
 
 _CUT, _FDS_CUT = int(socket.MSG_TRUNC), int(socket.MSG_CTRUNC)  # members of an enum take microseconds to combine
 
 
 def shared_memory(segment_bytes: int) -> int:
-    memfd = os.memfd_create("ringreduce", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    memfd = above_streams(os.memfd_create("ringreduce", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     try:
         os.ftruncate(memfd, segment_bytes)
         # A rank that made it smaller would end all others, by SIGBUS.
@@ -34,7 +35,7 @@ def shared_memory(segment_bytes: int) -> int:
 
 def written(text: str) -> int:
     """A descriptor from which others can read it."""
-    fd = os.memfd_create("ringreduce roster", os.MFD_CLOEXEC)
+    fd = above_streams(os.memfd_create("ringreduce roster", os.MFD_CLOEXEC))
     with open(fd, "wb", closefd=False) as file:
         file.write(text.encode())
     return fd
@@ -80,7 +81,7 @@ def receive(connection: socket.socket, size: int, most: int) -> tuple[bytes, lis
         if len(fds) == most:
             raise ConnectionError(f"a message has more than {most} descriptors")
         raise SystemFailure("this process has no descriptors left; see `ulimit -n`")
-    return message, list(fds)
+    return message, list(map(above_streams, fds))
 
 
 def exactly(connection: socket.socket, size: int) -> bytes:

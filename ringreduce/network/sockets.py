@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from ipaddress import ip_interface
 from typing import NamedTuple
 
+from ringreduce.common.descriptors import above_streams
 from ringreduce.common.failures import InvalidArgument, SystemFailure
 from ringreduce.network.interfaces import Interface, IPInterface
 
@@ -35,7 +36,7 @@ class Address(NamedTuple):
 def listen(address: IPInterface, interface: Interface, ports: Sequence[int]) -> socket.socket:
     """Raises `OSError`: the last port's, saying of which ports if there are several."""
     for port in ports:
-        listener = socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6)
+        listener = above_streams(socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6))
         try:
             listener.setblocking(False)
             # A port of the user's may still have connections of an earlier group; one that is listened at stays taken.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ringreduce.common.descriptors import above_streams
 from ringreduce.config import Options
 from ringreduce.coordination.endpoint import door_at
 from ringreduce.coordination.process import own_pidfd
@@ -54,7 +55,7 @@ def enter(
     """Connects to a door on this host, and passes it the descriptors `given` and, after any, one of this process; it
     must pass `expected` ones back. Returns the connection, the answer, and these. Raises `Refused` if the door does not
     let this process in, and another `OSError` if it cannot be reached or does not serve these blocks."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection = above_streams(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
     with contextlib.ExitStack() as undo:
         undo.callback(connection.close)
         connection.settimeout(timeout)
@@ -135,14 +136,15 @@ def reach(
 def lives(its: dict[str, Any], here: str) -> bool:
     """Whether the process that has told the store `its` is there, as far as a process of the host `here` can see."""
     if its["machine"] == here:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection, contextlib.suppress(OSError):
+        connection = above_streams(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        with connection, contextlib.suppress(OSError):
             connection.connect(bytes.fromhex(its["address"]))
             return True
         return False
     for each in its["door"]:
         address = Address(*each)
         try:
-            socket.create_connection((str(address.ip.ip), address.port), timeout=1.0).close()
+            above_streams(socket.create_connection((str(address.ip.ip), address.port), timeout=1.0)).close()
             return True
         except (ConnectionError, TimeoutError):
             continue

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from ringreduce.common.descriptors import above_streams
 from ringreduce.errors import InvalidArgument
 
 NAMES = {
@@ -72,7 +73,7 @@ class Writer:
             )
         self._header, self._length = header, len(text)
         self._data, self._path = _LENGTH.size + len(text), path
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._file = above_streams(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
         try:
             os.truncate(self._file, self._data + end)
             self._write(_LENGTH.pack(len(text)) + text, 0)

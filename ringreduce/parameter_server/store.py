@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from ringreduce.common.descriptors import make_above_streams
 from ringreduce.coordination.store import Bounded
 from ringreduce.coordination.wait import every, wait_for
 from ringreduce.parameter_server.views import View
@@ -20,7 +21,7 @@ _NO_STORE = (RuntimeError, ConnectionError)
 
 def beside(store: Any) -> Any:
     """The same store over a connection of its own, since others may be waiting in the one that is given."""
-    return store.clone() if hasattr(store, "clone") else store
+    return make_above_streams(store.clone) if hasattr(store, "clone") else store
 
 
 def new_dialer(store: Any) -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ringreduce._C import ParameterClient
+from ringreduce.common.descriptors import above_streams
 from ringreduce.coordination.wait import every, wait_for
 from ringreduce.errors import Aborted, CollectiveTimeout, InvalidArgument, ServerLost, SystemFailure
 from ringreduce.parameter_server import control, doors
@@ -45,7 +46,7 @@ class Questions:
         self._entry, self._client, self._failover = entry, client, failover
         self._numbers = itertools.count()
         self._asking, self._is_asking = threading.RLock(), False
-        self._aborted = os.eventfd(0, os.EFD_CLOEXEC)  # readable after `abort`
+        self._aborted = above_streams(os.eventfd(0, os.EFD_CLOEXEC))  # readable after `abort`
         weakref.finalize(self, os.close, self._aborted)
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from ringreduce.common.descriptors import above_streams, make_above_streams
 from ringreduce.errors import RingReduceError, SystemFailure
 from ringreduce.network.listener import Door
 from ringreduce.network.local import check_user, close_all
@@ -84,11 +85,11 @@ class Listener:
 
     def __init__(self, process: Process) -> None:
         self._process = process
-        self._unix = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._unix = above_streams(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         self._unix.bind("")  # the kernel picks a free abstract address
         self._unix.listen(128)
         self.address: bytes = self._unix.getsockname()
-        self._wake, self._woken = socket.socketpair()
+        self._wake, self._woken = map(above_streams, socket.socketpair())
         self._wake.setblocking(False)  # a byte that is there already wakes the thread as well
         self.changed = threading.Condition()  # notified when a connection is forgotten
         self._connections: dict[int, Connection] = {}
@@ -169,7 +170,7 @@ class Listener:
             end.close()
 
     def _run(self) -> None:
-        with selectors.DefaultSelector() as selector:
+        with make_above_streams(selectors.DefaultSelector) as selector:
             selector.register(self._unix, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
             while True:
@@ -197,7 +198,7 @@ class Listener:
             selector.unregister(waiting[0].socket)
             self._forget(waiting[0])
         try:
-            accepted, _ = self._unix.accept()
+            accepted = above_streams(self._unix.accept()[0])
         except OSError as error:  # no descriptors are left, say: whoever connects waits until there are some
             log.warning("the door of process %d: %s", os.getpid(), error)
             time.sleep(0.05)

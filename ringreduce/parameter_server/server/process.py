@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from ringreduce.common.descriptors import above_streams, duplicate
 from ringreduce.coordination.process import own_pidfd
 from ringreduce.errors import Aborted, InvalidArgument, RingReduceError
 from ringreduce.network.listener import Door
@@ -89,7 +90,7 @@ class ServerProcess:
             return self.replication.lead(number, self.shards[number], its, timeout)
         address, server = bytes.fromhex(its["address"]), self.shards[number].server
         journal = server.journal()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = map(above_streams, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         try:
             hello = {"worker": number, "backup": True, "capacity": server.capacity}
             given = [journal, server.bell, server.values, theirs.fileno()]
@@ -99,7 +100,7 @@ class ServerProcess:
             about |= {"bell": bell, "values": values, "pidfd": pidfd}
             with contextlib.ExitStack() as undo:
                 undo.callback(connection.close)
-                about |= {"journal": os.dup(journal), "passage": os.dup(ours.fileno())}
+                about |= {"journal": duplicate(journal), "passage": duplicate(ours.fileno())}
                 self.shards[number].lead(lambda: self.listener.is_closing, **about)
                 undo.pop_all()
         finally:
@@ -301,7 +302,7 @@ class ServerProcess:
         ours = {"proof": proof(self._secret, b"server", bytes.fromhex(hello["nonce"]), worker).hex()}
         if hello.get("backup"):
             backup = self._follow(connection, worker, int(hello["capacity"]), descriptors).server
-            given = [os.dup(backup.bell), os.dup(backup.values), own_pidfd()]
+            given = [duplicate(backup.bell), duplicate(backup.values), own_pidfd()]
             return ours | {"name": self._name_of_backup(worker)}, given
         if hello.get("wish"):
             self._hear_wish(worker, int(hello["has"]))
@@ -316,15 +317,16 @@ class ServerProcess:
             self._let_in(shard, worker, hello, descriptors)
         self._introduce(connection, worker, shard, hello)
         reply = ours | {"capacity": shard.server.capacity, "turn": shard.server.turn}
-        given = [] if hello.get("again") else [os.dup(shard.server.values), os.dup(shard.server.bell), own_pidfd()]
-        return reply, given
+        if hello.get("again"):
+            return reply, []
+        return reply, [duplicate(shard.server.values), duplicate(shard.server.bell), own_pidfd()]
 
     @staticmethod
     def _let_in(shard: Shard, worker: int, hello: dict[str, Any], descriptors: list[int]) -> None:
         about: dict[str, Any] = {name: int(hello[name]) for name in ("window_bytes", "servers", "lane")}
         about |= {"id": worker, "group": str(hello["group"]), "name": name_in(hello)}
         window, news, pidfd = descriptors
-        shard.server.join(**about, window=os.dup(window), pidfd=os.dup(pidfd), news=os.dup(news))
+        shard.server.join(**about, window=duplicate(window), pidfd=duplicate(pidfd), news=duplicate(news))
 
     def _introduce(self, connection: Connection, worker: int, shard: Shard, hello: dict[str, Any]) -> None:
         connection.worker, connection.shard = worker, shard
@@ -346,7 +348,7 @@ class ServerProcess:
         if len(descriptors) != 5:
             raise InvalidArgument(f"a server gave {len(descriptors)} descriptors to its backup; 5 are needed")
         shard = Shard(capacity, self._functions, self._backed_up)
-        journal, bell, values, passage, pidfd = map(os.dup, descriptors)
+        journal, bell, values, passage, pidfd = map(duplicate, descriptors)
         about = {"name": self._name_of_backup(number), "address": self.listener.address.hex()}
         shard.follow(journal=journal, bell=bell, values=values, pidfd=pidfd, passage=passage, **about)
         with self.listener.changed:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from ringreduce import _C
+from ringreduce.common.descriptors import above_streams, open_above_streams
 from ringreduce.errors import InvalidArgument, SystemFailure
 from ringreduce.parameter_server.safetensors import NAMES, Reader, Writer
 from ringreduce.parameter_server.snapshot_files import FORMAT, INDEX, file_of, files_of, names_of, names_of_block
@@ -160,7 +161,7 @@ def _complete(folder: Path, servers: int) -> None:
         headers = {file: reader.digest for file, reader in readers.items()}
         index = {"metadata": {"format": FORMAT, "total_size": size, "files": headers}, "weight_map": names}
         part = folder / f"{INDEX}.{os.getpid()}.{threading.get_native_id()}"
-        with open(part, "x") as file:
+        with open(part, "x", opener=open_above_streams) as file:
             json.dump(index, file)
             file.flush()
             os.fsync(file.fileno())
@@ -174,7 +175,7 @@ def _complete(folder: Path, servers: int) -> None:
 
 
 def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor = above_streams(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
     try:
         os.fsync(descriptor)
     finally:
