@@ -28,7 +28,7 @@ help:
 	@echo '               RUNS="ringreduce:3 gloo:3": only these'
 	@echo 'make ecosystem Accelerate, DeepSpeed, Lightning, Ray, torchrl, transformers and others on this backend and on Gloo;'
 	@echo '               downloads them to .venv-ecosystem'
-	@echo 'make lint      ruff, mypy --strict, which module may import which, devices of tensors, clang-format'
+	@echo 'make lint      ruff, mypy --strict, which module may import which, descriptors, devices of tensors, clang-format'
 	@echo 'make docs      the pages of docs/ and the API reference as a site, build/docs/index.html; warnings are errors;'
 	@echo '               CHECK_LINKS=1: also asks the hosts of links to other sites'
 	@echo 'make compilers csrc without torch through every g++-N and clang++-N on PATH, for their warnings'
@@ -265,6 +265,7 @@ lint: $(VENV)/.test-tools
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) .ci/check_descriptors.py
 	@echo lint-imports; $(LINT_IMPORTS)
 	$(PY) .ci/check_devices.py
 	@echo clang-format --dry-run; $(CLANG_FORMAT) --dry-run -Werror $(CPP)
