@@ -79,7 +79,8 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if value is str:
             return NotImplemented
-        kind, rest = _name_of(type(value)), []
+        kind = _name_of(type(value))
+        rest: Any = ()
         self._objects -= 1
         if self._objects < 0:
             return str, (kind,)
@@ -87,7 +88,7 @@ class _Pickler(pickle.Pickler):
             if (parts := self._parts(value)) is None:
                 reduce = copyreg.dispatch_table.get(type(value))
                 reduced = reduce(value) if reduce else value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-                parts, rest = ((reduced,), []) if isinstance(reduced, str) else (reduced[:2], reduced[2:])
+                parts, rest = ((reduced,), ()) if isinstance(reduced, str) else (reduced[:2], reduced[2:])
         except Exception:  # it cannot be pickled
             parts = ()
         return str, (kind, *parts), *rest

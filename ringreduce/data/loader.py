@@ -362,14 +362,18 @@ class Loader(Steps[Any]):
     def _reconnect(self, number: int, end: float) -> None:
         """Connects to the server that replaces number `number`, and asks it for what the old one owes."""
         self._check_usable()
-        if (old := self._servers[number]) is not None:
-            old.connection.close()
-        connection = connect(supervisor.server_name(self._servers_name, number))
+        try:
+            connection = connect(supervisor.server_name(self._servers_name, number))
+        except OSError as error:
+            raise SystemFailure(f"Loader.get: cannot connect to server {number}: {error}") from None
         if connection is None:  # the supervisor has gone, and with it all servers, or they are about to
             self._keep_what_is_held()
             self._disconnect()
             self._join(end)
             return
+        old, self._servers[number] = self._servers[number], None
+        if old is not None:
+            old.connection.close()
         self._servers[number] = self._greeted(connection, number)
 
     def _greeted(self, connection: socket.socket, number: int) -> _Server:
@@ -397,10 +401,10 @@ class Loader(Steps[Any]):
                     weakref.finalize(holder, kept.close)
 
     def _disconnect(self) -> None:
-        for server in self._servers:
+        servers, self._servers = self._servers, [None] * self.servers
+        for server in servers:
             if server is not None:
                 server.connection.close()
-        self._servers = [None] * self.servers
         if self._supervisor is not None:
             self._supervisor.close()
             self._supervisor = None

@@ -76,8 +76,8 @@ class Slot:
 class Server:
     """Serves `recipe` to whoever connects to `listener`. One thread, which never waits for a reader.
 
-    starter: a pidfd of the process that made the first Loader; see `leave_output`. current[0]: where it notes the id that the dataset is asked for, or -1, so that the supervisor can name it if this
-    process dies.
+    starter: a pidfd of the process that made the first Loader; see `leave_output`. current[0]: where it notes the id
+    that the dataset is asked for, or -1, so that the supervisor can name it.
 
     Parts of batches take turns. Of the same part, the batch that is the earliest in the order is made first. So a
     reader that has fallen behind others of its part catches up, and then each batch is made once for all of them.

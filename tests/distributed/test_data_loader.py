@@ -477,8 +477,10 @@ def servers_die(me: Rank) -> None:
             if step % 10 == 5:
                 os.kill(servers_of(loader_supervisor())[step // 10 % 2], signal.SIGKILL)
             if step == 28:
+                held = loader.get(26)  # of the same server
                 os.kill(loader_supervisor(), signal.SIGKILL)
             found.append(loader.get(step).clone())
+        assert torch.equal(held, found[26])
         assert not any(map(is_alive, pids))
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
     assert len({row[3].item() for batch in found for row in batch}) == 400, "augmentation repeats itself"
