@@ -477,8 +477,9 @@ def servers_die(me: Rank) -> None:
             if step % 10 == 5:
                 os.kill(servers_of(loader_supervisor())[step // 10 % 2], signal.SIGKILL)
             if step == 28:
-                held = loader.get(26)  # of the same server
+                held, servers = loader.get(26), servers_of(loader_supervisor())  # 26 and 28 are of the same server
                 os.kill(loader_supervisor(), signal.SIGKILL)
+                until(lambda: not any(map(is_alive, servers)))  # noqa: B023
             found.append(loader.get(step).clone())
         assert torch.equal(held, found[26])
         assert not any(map(is_alive, pids))
