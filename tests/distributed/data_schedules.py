@@ -102,7 +102,6 @@ class Reader:
         if self.draw.random() < 0.5:
             self.close()
         name = self.draw.choice([*SERVERS])
-        # Those whose pickles do not differ have no other name.
         dataset, order = self.draw.choice(DATASETS), Order(N, BATCH, seed=3)
         of_run = name and (f"/{self.run} {name}" if name.startswith("/") else f"{self.run} {name}")
         self.loader = Loader(dataset, order, SERVERS[name], name=of_run, timeout=TIMEOUT)
