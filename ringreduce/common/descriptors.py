@@ -17,7 +17,6 @@ from typing import TypeVar
 
 FIRST = 3
 
-
 _Descriptor = TypeVar("_Descriptor", int, socket.socket)
 _Object = TypeVar("_Object")
 

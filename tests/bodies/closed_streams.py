@@ -11,6 +11,7 @@ import secrets
 import sys
 import traceback
 from collections.abc import Iterable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def main(store: str, folder: Path) -> None:
     if store == "env":
         made = {"store": next(dist.rendezvous("env://"))[0]}
     streams = Streams()
-    dist.init_process_group("ringreduce", rank=rank, world_size=RANKS, **made)
+    dist.init_process_group("ringreduce", rank=rank, world_size=RANKS, timeout=timedelta(seconds=100), **made)
     call(rank, streams)
     read(streams)
     dist.destroy_process_group()
