@@ -26,6 +26,7 @@ namespace {
 constexpr std::size_t kStaged = 16384;      // bytes read at once when the kind of what comes is not known yet
 constexpr std::size_t kBatch = 16;          // frames handed to the kernel at once, as long as
 constexpr std::size_t kBatchBytes = 65536;  // they are small
+constexpr int kPacket = 1280;               // bytes that fit a packet everywhere: IPv6's least MTU
 constexpr int kUnsent = 524288;             // bytes that the kernel holds without having sent them, about
 
 // Those of all connections of this process. A DataLoader's worker that held one would hide that its parent has died.
@@ -89,7 +90,18 @@ void Connection::close() {
 }
 
 Error Connection::failure() const {
-  return Error(ErrorKind::peer_lost, std::string(std::strerror(errno)) + " (" + path_ + ")");
+  std::string why = std::strerror(errno);
+  if (errno == ETIMEDOUT) why += hint_of_mtu();
+  return Error(ErrorKind::peer_lost, why + " (" + path_ + ")");
+}
+
+// What to look for if frames that fit one packet passed, and the first that fills packets did not.
+std::string Connection::hint_of_mtu() const {
+  int in_kernel = 0;
+  if (ioctl(socket_, SIOCOUTQ, &in_kernel) != 0 || in_kernel < kPacket || traffic_.frames_out == 0) return "";
+  const std::uint64_t passed = traffic_.bytes_out - static_cast<std::uint64_t>(in_kernel);
+  if (passed == 0 || passed >= kPacket * traffic_.frames_out) return "";
+  return "; only small frames had passed: a switch or tunnel may have a smaller MTU than this host's interface";
 }
 
 // Takes the next frames to send; false if there are none.

@@ -114,6 +114,7 @@ class Connection {
   bool write_some();
   void digest(int peer, FrameUser& user);
   Error failure() const;
+  std::string hint_of_mtu() const;
 
   int socket_;
   const std::string path_;

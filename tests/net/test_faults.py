@@ -63,6 +63,26 @@ def network() -> Iterator[Network]:
         yield made
 
 
+def sends_more_than_fits_a_packet(me: Rank) -> Any:
+    with me.join(timeout=20, options=ringreduce.Options(dead_after=2)):
+        all_reduce(me, 10, 0)
+        _, message, culprit, _ = error_of(lambda: all_reduce(me, 20_000, 1))
+        return message, culprit
+
+
+@pytest.mark.slow
+def test_packets_that_a_switch_drops_for_their_size_are_named() -> None:
+    """The hosts' interfaces take 9000 bytes, and the switch 1500."""
+    with Network(hosts=2) as network:
+        for host in range(2):
+            line = "ip link set eth0 mtu 9000 gso_max_segs 1"
+            assert network.popen(host, line.split()).wait() == 0
+        found = run(network, [0, 1], sends_more_than_fits_a_packet)
+        assert [culprit for _, culprit in found] == [1, 0]
+        assert all("Connection timed out" in message for message, _ in found)
+        assert any("; only small frames had passed: " in message for message, _ in found), found
+
+
 # death
 
 
