@@ -7,6 +7,8 @@ import os
 import socket
 from collections.abc import Callable
 
+from ringreduce.common.descriptors import above_streams
+
 _REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EAFNOSUPPORT)
 
 
@@ -33,17 +35,17 @@ def crowded(ranks: int, threads: int, cores: int) -> str:
 
 
 def _ioctl() -> None:
-    with socket.socket(socket.AF_UNIX) as one:
+    with above_streams(socket.socket(socket.AF_UNIX)) as one:
         one.settimeout(0.0)  # by ioctl, as all timeouts of Python's sockets
 
 
 def _netlink() -> None:
-    socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE).close()
+    above_streams(socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE)).close()
 
 
 _NEEDED: dict[str, Callable[[], None]] = {
-    "memfd_create": lambda: os.close(os.memfd_create("ringreduce tries it", os.MFD_CLOEXEC)),
-    "pidfd_open": lambda: os.close(os.pidfd_open(os.getpid())),
+    "memfd_create": lambda: os.close(above_streams(os.memfd_create("ringreduce tries it", os.MFD_CLOEXEC))),
+    "pidfd_open": lambda: os.close(above_streams(os.pidfd_open(os.getpid()))),
     "ioctl": _ioctl,
     "socket(AF_NETLINK)": _netlink,
 }
