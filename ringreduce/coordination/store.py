@@ -101,12 +101,13 @@ def without_prefixes(store: Any) -> Any:
 
 
 def lacks(store: Any, method: str) -> bool:
-    """Whether a store has no such method. One written in Python inherits torch's, which only raise."""
+    """Whether a store has no such method. One written in Python inherits those of torch's `Store`, which only raise."""
     store = without_prefixes(store)
-    found = next((kind for kind in type(store).__mro__ if method in vars(kind)), None)
-    if found is None:
+    kinds = type(store).__mro__
+    found = next((kind for kind in kinds if method in vars(kind)), None)
+    if found is None or found.__name__ != "Store":
         return not hasattr(store, method)
-    return found.__module__.startswith("torch.") and not type(store).__module__.startswith("torch.")
+    return not any(kind.__module__.startswith("torch.") for kind in kinds[: kinds.index(found)])
 
 
 def require(store: Any, methods: Sequence[str]) -> None:

@@ -78,7 +78,7 @@ def _become(title: str, keep: Iterable[int]) -> None:
     kept = {1, 2, *keep}
     for fd in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):
-            if fd not in kept and (fd == 0 or is_between_processes(fd)):
+            if fd not in kept and (is_between_processes(fd) or fd == 0):
                 replace_by_nothing(fd)
 
 

@@ -929,7 +929,7 @@ def test_where_all_threads_are_one_as_under_gevent_an_error_says_so(monkeypatch:
             door.open(0, "g", SECRET, {}, lambda *_: None)
 
     monkeypatch.setattr(listener_module, "threading", SimpleNamespace(**vars(threading) | {"Thread": Greenlet}))
-    with pytest.raises(RuntimeError, match="running event loop"):
+    with pytest.raises(RuntimeError, match="another loop is running"):
         asyncio.run(opens_another())
     monkeypatch.setitem(sys.modules, "gevent", object())
     with pytest.raises(SystemFailure, match=r"monkey\.patch_all\(thread=False\)"):
