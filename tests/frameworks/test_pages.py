@@ -336,8 +336,13 @@ def calls(me: Rank, said: dict[str, list[str]]) -> None:
 
 DIFFERS = r"\d[\d.]*|'[^']*'|[()\[\]:;,=]|\.(?: |$)|\.\.\.|\w+_\w+|\b(?:x|rank|lo|eth|u?int|float)(?=\d|\b)"
 """What a message has of the case: numbers, names, values."""
-OF_TORCH = ("TypeError: ", "monitored_barrier is only implemented", "Unknown backend type", "Unknown c10d backend type",
-            "sendBytes failed")
+OF_TORCH = (
+    "TypeError: ",
+    "monitored_barrier is only implemented",
+    "Unknown backend type",
+    "Unknown c10d backend type",
+    "sendBytes failed",
+)
 OF_SYSTEM = {"Address already in use", "Connection timed out", "No such file or directory"}
 
 
