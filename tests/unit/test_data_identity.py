@@ -45,6 +45,8 @@ def times(factor: int) -> Callable[[int], int]:
 PAIRS: dict[str, Callable[[int], Any]] = {
     "numbers": Of,
     "arrays": lambda k: Of(np.arange(k, 5 + k)),
+    "records": lambda k: np.zeros(2, [(f"field {k}", np.int64)]),
+    "constants that are sets": lambda k: eval(f"lambda text: text in {{'a', 'b', 'c', '{k}'}}"),
     "arrays of objects": lambda k: np.array([Of(k)], object),
     "scalars": lambda k: Of((np.array(k), torch.tensor(k))),
     "tensors": lambda k: Of(torch.full((3,), k, dtype=torch.bfloat16)),
@@ -60,7 +62,7 @@ PAIRS: dict[str, Callable[[int], Any]] = {
 
 
 def digest(dataset: Any) -> str:
-    return identity._digest(dataset, None)
+    return identity._digest(dataset, None)[0]
 
 
 @pytest.mark.parametrize("kind", PAIRS)
@@ -69,7 +71,26 @@ def test_datasets_are_told_apart(kind: str) -> None:
     assert digest(make(1)) == digest(make(1)) != digest(make(0))
 
 
-def test_functions_are_told_apart_by_what_they_do() -> None:
+def scaled(by: int) -> Any:
+    class Scaled:
+        def __getitem__(self, number: int) -> int:
+            return number * by
+
+    return Scaled()
+
+
+FACTOR = 1
+
+
+def by_factor(value: int) -> int:
+    return value * FACTOR
+
+
+def test_functions_are_told_apart_by_what_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert digest(scaled(1)) == digest(scaled(1)) != digest(scaled(2))
+    before = digest(by_factor)
+    monkeypatch.setitem(globals(), "FACTOR", 2)
+    assert digest(by_factor) != before
     assert digest(lambda value: value + 2) != digest(lambda value: value + 3)
     assert identity._digest(None, times(1)) != identity._digest(None, times(2))
 
@@ -96,6 +117,23 @@ def test_of_what_is_very_large_a_part_is_compared(monkeypatch: pytest.MonkeyPatc
     assert digest(np.zeros(10_000)) != digest(np.arange(10_000))
 
 
+def test_loaders_whose_datasets_cannot_be_compared_whole_share_in_the_order_in_which_they_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(identity, "MOST_OBJECTS", 100)
+    monkeypatch.setattr(identity, "MOST_BYTES", 10_000)
+    deep: list[Any] = []
+    for _ in range(5_000):
+        deep = [deep]
+    parts = (Of([*map(Of, range(500))]), np.arange(10_000), Unwilling(), torch.eye(3).to_sparse(), deep)
+    first = [identity.full_name("rows", Of(part), None) for part in parts]
+    again = [identity.full_name("rows", Of(part), None) for part in parts]
+    assert len({*first, *again}) == 2 * len(parts)
+    monkeypatch.setattr(identity, "_not_whole", {})  # as in another process
+    assert [identity.full_name("rows", Of(part), None) for part in parts] == first
+    assert identity.full_name("rows", Of(3), None) == identity.full_name("rows", Of(3), None)
+
+
 def test_all_processes_find_the_same() -> None:
     program = "from unit import test_data_identity as t; print([t.digest(make(1)) for make in t.PAIRS.values()])"
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PYTHONHASHSEED": "1"}
@@ -108,7 +146,10 @@ def test_all_processes_find_the_same() -> None:
 
 
 def test_a_name_is_of_a_job_unless_it_begins_with_a_slash(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = set()
+    for variable in identity.JOB:
+        monkeypatch.delenv(variable, raising=False)
+    names = {identity.full_name("rows", None, None)}  # without a launcher: of this process
+    assert str(os.getpid()) in names.pop()
     for variable in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "MASTER_PORT"):
         monkeypatch.setenv(variable, "29511")
         names.add(identity.full_name("rows", None, None))
