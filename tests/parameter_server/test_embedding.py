@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 from bodies.parameter_server import APART, NEAR, SMALL, join, on_any_hosts, placed
-from distributed.harness import Rank, Ranks, run
+from distributed.harness import Rank, Ranks, in_threads, run
+from torch.utils.checkpoint import checkpoint
 
 import ringreduce.parameter_server as ps
 from ringreduce.errors import InvalidArgument, ServerLost, UpdateFailed
@@ -276,6 +277,35 @@ def test_a_backward_pass_that_raises_pushes_nothing() -> None:
         table.flush()
         assert table.pull(ids).tolist() == torch.full((2, 4), 4.0).tolist()
         assert kv.stats()["servers"].popitem()[1]["updates"] == 2
+
+
+def test_backward_passes_in_several_threads_and_within_each_other() -> None:
+    with ps.join(**SMALL) as kv:
+        table = ps.Embedding(kv, "t", 4, update=ps.reduce("sum"), initial=(0, 0), mode=ps.asynchronous())
+        updates = 0
+
+        def pushed() -> int:
+            nonlocal updates
+            table.flush()
+            before, updates = updates, kv.stats()["servers"].popitem()[1]["updates"]
+            return updates - before
+
+        def in_a_thread(ids: torch.Tensor) -> None:
+            for _ in range(200):
+                (table(ids) + table(ids.flip(0))).sum().backward()
+
+        both = torch.arange(8).view(2, 4)
+        in_threads([functools.partial(in_a_thread, ids) for ids in both])
+        assert pushed() == 400 and table.pull(both).eq(400).all()
+
+        def inner(factor: torch.Tensor) -> torch.Tensor:
+            return table(both[0]) * factor
+
+        factor, outer = torch.ones((), requires_grad=True), table(both[1])
+        within = checkpoint(inner, outer.sum() + factor, use_reentrant=True)  # its backward runs one of its own
+        (within.sum() + table(both[1]).sum()).backward()
+        assert pushed() == 2  # a pass pushes once, whatever runs amid it
+        assert table.pull(both).eq(400 + 16 * 400 + 1).all()
 
 
 def test_eval_mode_pushes_too() -> None:

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import nn
@@ -43,6 +43,11 @@ class _Batch:
 
     def __del__(self) -> None:
         self.client.cancel(self.call)
+
+
+class _Computed(list[tuple[ParameterRows, torch.Tensor]]):
+    """The rows whose gradients a backward pass has computed, and these. It lives as long as the pass, whose callback
+    alone holds it."""
 
 
 class Embedding(nn.Module):
@@ -98,8 +103,8 @@ class Embedding(nn.Module):
         self._calls, self._client = kv.calls, kv.calls.client
         self._prefetched = _prefetched.setdefault(self._calls, [])
         self._table = kv.calls.make_table(name, spec, kv.calls.deadline(None))
-        self._computed: dict[int, list[tuple[ParameterRows, torch.Tensor]]] = {}
-        """By the backward pass under way: the rows whose gradients it has computed, and these."""
+        self._computed: WeakValueDictionary[int, _Computed] = WeakValueDictionary()
+        """By the backward pass under way; several are in several threads, or if one runs within another."""
         self._pushed: list[Pending] = []
         self._late = 0
 
@@ -240,10 +245,15 @@ class Embedding(nn.Module):
         self._take(batch, values, deadline, distinct=True)
         positions = torch.empty_like(wanted)
         batch.rows.copy_positions(positions.data_ptr())
-        if torch._C._current_graph_task_id() < 0:
-            self._computed.clear()  # of backward passes that raised an error
-        while self._pushed and self._is_answered(self._pushed[0]):
-            self._late += len(self._pushed.pop(0).wait())  # raises the error of a push that went wrong
+        for pushed in tuple(self._pushed):
+            if not self._is_answered(pushed):
+                break
+            try:
+                self._pushed.remove(pushed)
+            except ValueError:  # another thread has taken it
+                continue
+            late = len(pushed.wait())  # raises the error of a push that went wrong
+            self._late += late
         if torch.is_grad_enabled():
             values.requires_grad_()
             hooked: Any = values
@@ -268,13 +278,13 @@ class Embedding(nn.Module):
         assert values.grad is not None
         gradient, values.grad = values.grad.contiguous(), None
         backward = torch._C._current_graph_task_id()
-        computed = self._computed.setdefault(backward, [])
+        computed = self._computed.setdefault(backward, _Computed())
         computed.append((rows, gradient))
         if len(computed) == 1:
             engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(lambda: self._push_computed(self._computed.pop(backward)))
+            engine.queue_callback(partial(self._push_computed, computed))
 
-    def _push_computed(self, computed: list[tuple[ParameterRows, torch.Tensor]]) -> None:
+    def _push_computed(self, computed: _Computed) -> None:
         """Called at the end of a backward pass."""
         rows, gradient = computed[0]
         if len(computed) > 1:
