@@ -104,7 +104,7 @@ def open_process(who: Who) -> int:
         raise OSError(f"process {who.pid} of {who.host} is in another PID namespace")
     pidfd = above_streams(os.pidfd_open(who.pid))
     try:
-        began = _began(who.pid) if who.clock == identity().clock else who.began
+        began = _began(who.pid) if who.began and who.clock == identity().clock else who.began
     except OSError:  # it has just ended, which the descriptor shows, or /proc hides it from this user
         began = who.began
     if began != who.began:

@@ -413,6 +413,7 @@ def test_a_process_that_has_the_number_of_one_that_has_ended() -> None:
         open_process(earlier)
     assert os.listdir("/proc/self/fd") == before
     assert not has_ended(earlier._replace(clock="another time namespace's"))  # which reads another beginning
+    assert not has_ended(me._replace(began=0))  # its kernel, or whoever hid /proc from it then, told it nothing
     address = Address(earlier, None, None, {}).dump()
     looks = watch.Watch(View(0, (Member("it", address),)), "me", Bounded(HashStore()), 1.0)
     assert looks.ended() == ["it"]
