@@ -16,8 +16,8 @@ import ringreduce
 from ringreduce import plan, tuning
 from ringreduce.cli.terminal import Help, console, put, say, table
 from ringreduce.common import compiled
+from ringreduce.common.cores import crowded, own_cores
 from ringreduce.common.failures import SystemFailure
-from ringreduce.common.system import crowded, own_cores
 from ringreduce.common.units import bytes_text, time_text
 from ringreduce.config import OTHER_VARIABLES, PREFIX, Options, fetch_from, resolve, slicing_for, slot_bytes_for
 from ringreduce.gpu import kernels, nccl
@@ -142,8 +142,8 @@ def _threads(ranks: list[int]) -> str:
     import torch
 
     threads, cores = torch.get_num_threads(), len(own_cores())
-    wrong = next(filter(None, (crowded(size, threads, cores) for size in sorted(ranks))), "")
-    return f"{threads} in a process" + (f"; {wrong}" if wrong else "")
+    wrong = next(filter(None, (crowded(size, threads, cores) for size in sorted(ranks))), ())
+    return "; ".join([f"{threads} in a process", *wrong])
 
 
 def _cuda_tensors(options: Options) -> str:

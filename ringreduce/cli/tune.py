@@ -13,8 +13,8 @@ from ringreduce.cli.arguments import seconds
 from ringreduce.cli.info import group_size
 from ringreduce.cli.terminal import Help, complain, console, progress, put, say, table
 from ringreduce.common import compiled
+from ringreduce.common.cores import own_cores
 from ringreduce.common.failures import RingReduceError
-from ringreduce.common.system import own_cores
 from ringreduce.common.units import bytes_text, time_text
 from ringreduce.config import PREFIX, Options, fetch_from, resolve
 from ringreduce.plan import BUILDERS

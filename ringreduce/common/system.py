@@ -12,28 +12,6 @@ from ringreduce.common.descriptors import above_streams
 _REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EAFNOSUPPORT)
 
 
-def own_cores() -> frozenset[int]:
-    """The cores that this thread may use; all, if the kernel does not say."""
-    try:
-        return frozenset(os.sched_getaffinity(0))
-    except OSError:
-        return frozenset(range(os.cpu_count() or 1))
-
-
-def crowded(ranks: int, threads: int, cores: int) -> str:
-    """What is wrong if so many ranks of a host each compute with so many threads, and what to do; "": nothing.
-
-    Threads that wait for each other spin, and so keep the cores from those of other ranks that they wait for.
-    """
-    if ranks < 2 or threads < 2 or ranks * threads <= cores:
-        return ""
-    fitting = max(1, cores // ranks)
-    return (
-        f"{ranks} ranks x {threads} threads on {cores} cores: they keep each other from computing; set "
-        f"OMP_NUM_THREADS={fitting}, or call torch.set_num_threads({fitting})"
-    )
-
-
 def _ioctl() -> None:
     with above_streams(socket.socket(socket.AF_UNIX)) as one:
         one.settimeout(0.0)  # by ioctl, as all timeouts of Python's sockets

@@ -18,9 +18,9 @@ import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ringreduce.common.cores import own_cores
 from ringreduce.common.descriptors import above_streams
 from ringreduce.common.failures import InvalidArgument, SystemFailure
-from ringreduce.common.system import own_cores
 from ringreduce.coordination.process import Who, has_ended, identity, local_network
 from ringreduce.network.secret import group_secret
 

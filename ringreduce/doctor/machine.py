@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ringreduce import tuning
 from ringreduce.common import compiled
+from ringreduce.common.cores import crowded, own_cores
 from ringreduce.common.descriptors import above_streams
 from ringreduce.common.failures import RingReduceError, SystemFailure, TopologyError
 from ringreduce.common.files import text_of
-from ringreduce.common.system import crowded, own_cores, refused_calls
+from ringreduce.common.system import refused_calls
 from ringreduce.common.units import bytes_text
 from ringreduce.config import resolve
 from ringreduce.coordination.process import boot_id, own_pidfd
@@ -254,10 +255,7 @@ def _cores(facts: Facts) -> Judged:
 @_about("threads", "where the ranks of a host compute with more threads than there are cores, all are slow")
 def _threads(facts: Facts) -> Judged:
     wrong = crowded(2, facts.threads, facts.cores)
-    what, _, fix = wrong.partition(": ")
-    return (
-        ("limited", what, fix.rpartition("; ")[2]) if wrong else ("ok", f"torch has {facts.threads} in a process", "")
-    )
+    return ("limited", *wrong) if wrong else ("ok", f"torch has {facts.threads} in a process", "")
 
 
 def _notes_on_gpus(facts: Facts) -> list[str]:

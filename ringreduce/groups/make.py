@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from ringreduce import _C, plan
-from ringreduce.common.system import crowded
+from ringreduce.common.cores import crowded
 from ringreduce.config import (
     LEAST_SLICE_GLOO,
     MOST_SLICE_GLOO,
@@ -45,7 +45,7 @@ from ringreduce.coordination.ledger import Ledger, ledger_bytes
 from ringreduce.coordination.process import identity
 from ringreduce.coordination.store import METHODS, require, without_prefixes
 from ringreduce.coordination.torch_store import KeyStore
-from ringreduce.errors import InvalidArgument, SystemFailure, TopologyError
+from ringreduce.errors import CollectiveMismatch, InvalidArgument, SystemFailure, TopologyError
 from ringreduce.groups.arena import open_arena, share_allocations
 from ringreduce.groups.choices import Choices, add_plans
 from ringreduce.groups.decision import Decision, decide, decide_by_endpoints, decide_over_gloo
@@ -137,11 +137,6 @@ def _warn_of_torchrec() -> None:
     )
 
 
-@functools.cache  # once
-def _warn_of_threads(wrong: str) -> None:
-    log.warning("%s; torchrun does so, and other launchers do not", wrong)
-
-
 @contextlib.contextmanager
 def _exchange(
     store: Store,
@@ -162,13 +157,15 @@ def _exchange(
         lineage, processes = survivors_of(group).lineage, survivors_of(group).processes(wanted)
         attempt = lineage.attempt
         before = before._replace(ended=lambda: [wanted.index(each) for each in group.ended() if each in wanted])
-        order = Order(without_prefixes(store), attempt, ranks[rank], name, ranks)
+        order = Order(without_prefixes(store), attempt, ranks[rank], name, ranks, lineage.begun)
     exchange = Exchange(store, rank, len(ranks), seconds, ranks, attempt, processes, before, order)
     exchange.job = within[0].job if within else ""
     try:
         yield exchange
     except BaseException as error:
         exchange.give_up(error)
+        if order and not isinstance(error, CollectiveMismatch):  # which the other rank is to notice, too
+            order.withdraw()
         raise
     finally:
         exchange.before = NOTHING  # the group may keep the exchange, and some of this holds the group
@@ -251,8 +248,9 @@ class GroupSpec:
         )
         passed("group: met")
         here = next(host for host in meeting.hosts if exchange.rank in host)
-        if exchange.rank == here[0] and (wrong := crowded(len(here), torch.get_num_threads(), len(meeting.cores))):
-            _warn_of_threads(wrong)
+        wrong = crowded(len(here), torch.get_num_threads(), len(meeting.cores))
+        if wrong and exchange.rank == here[0] and not exchange.job:  # not for each group of the world's ranks
+            log.warning("%s: they slow each other down; %s; torchrun does so, and other launchers do not", *wrong)
         try:
             decision = Decision.load(meeting.decision)
             if decision.error:

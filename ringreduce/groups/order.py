@@ -12,6 +12,7 @@ their main thread, since another thread could still come to the other one.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import threading
@@ -28,8 +29,6 @@ from ringreduce.coordination.wait import CHECK_BY_RANK, CHECK_PROCESSES
 TELLS_AFTER = 0.5
 """Seconds."""
 
-_begun: set[tuple[str, int, str]] = set()
-"""The world, the rank and the name of each group that a rank of this process has begun to make."""
 _heard: set[tuple[int, str]] = set()
 """A rank of this process, and the id of another's group for which it has raised. The program may go on after that."""
 
@@ -59,14 +58,15 @@ class Making(NamedTuple):
 class Order:
     """The place of a group among those that a rank makes of a world's ranks."""
 
-    def __init__(self, store: Store, world: str, rank: int, name: str, ranks: Sequence[int]) -> None:
+    def __init__(self, store: Store, world: str, rank: int, name: str, ranks: Sequence[int], begun: set[str]) -> None:
         """`store`: one that groups of all names have in common. `world`: the attempt that has made the world. `rank`:
-        the global one, as those in `ranks`."""
+        the global one, as those in `ranks`. `begun`: the names of the world's groups that this rank has begun."""
         main_thread = threading.current_thread() is threading.main_thread()
         self._store, self._world = store, world
         self._mine = Making(secrets.token_hex(8), identity(), rank, name, list(ranks), main_thread)
         self._told, self._again = False, time.monotonic() + TELLS_AFTER
-        _begun.add((world, rank, name))
+        self._begun = begun
+        begun.add(name)
 
     def look(self, missing: Sequence[int]) -> None:
         """Raises `CollectiveMismatch` if one of these ranks of the group makes another group and will not come."""
@@ -81,13 +81,19 @@ class Order:
                 self._compare(rank, Making(identifier, Who(*who), *rest))
         self._again = time.monotonic() + max(CHECK_PROCESSES, CHECK_BY_RANK * len(self._mine.ranks))
 
+    def withdraw(self) -> None:
+        """To be called when this rank has given the group up: it may make another one with who looks later."""
+        if self._told:
+            with contextlib.suppress(Exception):  # the store's; the error that the group is given up for is the better
+                self._store.set(self._key(self._mine.rank), "")
+
     def _key(self, global_rank: int) -> str:
         return f"ringreduce/{self._world}/makes/{global_rank}"
 
     def _compare(self, rank: int, its: Making) -> None:
         mine = self._mine
-        heard, begun = (mine.rank, its.id), (self._world, mine.rank, its.name)
-        if begun in _begun or heard in _heard or not self._waits_in_vain(its):
+        heard = mine.rank, its.id
+        if its.name in self._begun or heard in _heard or not self._waits_in_vain(its):
             return
         _heard.add(heard)
         advice = "instead; all ranks must make the same groups in the same order, also those that they are not in"

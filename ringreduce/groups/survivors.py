@@ -98,6 +98,8 @@ class Lineage:
         """
         self.attempt, self.ranks = attempt, ranks
         self.rank, self.processes, self._source, self._prefix = rank, processes, source, prefix
+        self.begun: set[str] = set()
+        """The names of the groups of its ranks that this rank has begun to make; see `Order`."""
         self.lock = threading.Lock()
         """To be held while `membership` is used."""
 

@@ -25,8 +25,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ringreduce.common.cores import own_cores
 from ringreduce.common.files import text_of
-from ringreduce.common.system import own_cores
 from ringreduce.common.units import numbers
 from ringreduce.topology.classes import between_cpus
 from ringreduce.topology.graph import Link, LinkGraph, LinkKind, Node, NodeKind, both_directions, merged

@@ -16,8 +16,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from ringreduce import plan
+from ringreduce.common.cores import own_cores
 from ringreduce.common.files import text_of
-from ringreduce.common.system import own_cores
 from ringreduce.config import (
     MOST_FETCH,
     MOST_FETCH_SLOW_KERNEL,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import gc
 import os
 import platform
@@ -24,6 +25,7 @@ from processes import Logged
 
 import ringreduce
 from ringreduce.coordination import process
+from ringreduce.coordination.store import METHODS, lacks
 from ringreduce.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -231,6 +233,20 @@ def test_ranks_that_make_their_groups_in_other_orders_do_not_wait_for_each_other
         assert "ranks [0, 1]" in errors[1][0] and "ranks [0, 1, 2]" in errors[1][0]
 
 
+def gives_a_group_up(me: Rank) -> None:
+    with me.join():
+        if me.rank == 1:
+            new_group = functools.partial(dist.new_group, [0, 1], timedelta(seconds=1), use_local_synchronization=True)
+            fails(CollectiveTimeout, new_group)
+        me.meet("given up")
+        time.sleep(1.0 if me.rank == 1 else 0.0)  # the others look what it makes meanwhile
+        dist.barrier(dist.new_group([0, 1, 2], use_local_synchronization=True))
+
+
+def test_a_group_that_a_rank_has_given_up_is_not_held_against_it() -> None:
+    run(gives_a_group_up, 3)
+
+
 def has_a_wrong_variable(me: Rank) -> tuple[str, int]:
     if me.rank == 1:
         os.environ["RINGREDUCE_SLICES"] = "many"
@@ -322,24 +338,22 @@ def test_a_system_call_that_a_filter_refuses_is_named(name: str) -> None:
         assert said in text or name == "sched_getaffinity", text
 
 
-def computes_with(me: Rank, threads: int) -> list[list[str]]:
-    """What each of two groups logs."""
+def computes_with(me: Rank, threads: int) -> list[str]:
+    """What the world and a group of two of its ranks log."""
     torch.set_num_threads(threads)
-    logged = []
-    for name in ("first", "second"):
-        log = Logged()
-        with me.join(name):
-            logged.append([text for text in log.messages if "threads" in text])
-    return logged
+    log = Logged()
+    with me.join():
+        dist.new_group([0, 1])
+        return [text for text in log.messages if "threads" in text]
 
 
 def test_one_rank_warns_once_of_more_threads_than_cores() -> None:
     cores = len(os.sched_getaffinity(0))
-    assert run(computes_with, 2, 1) == [[[], []]] * 2
-    [[[warning], again], other] = run(computes_with, 2, 2 * cores)
-    assert f"2 ranks x {2 * cores} threads on {cores} cores" in warning
-    assert f"OMP_NUM_THREADS={max(1, cores // 2)}, or call torch.set_num_threads" in warning
-    assert again == [] and other == [[], []]
+    assert run(computes_with, 3, 1) == [[]] * 3
+    [[warning], *others] = run(computes_with, 3, 2 * cores)
+    assert f"3 ranks x {2 * cores} threads on {cores} cores: they" in warning
+    assert f"; set OMP_NUM_THREADS={max(1, cores // 3)}, or call torch.set_num_threads" in warning
+    assert others == [[], []]
 
 
 class OwnStore(dist.Store):
@@ -370,7 +384,12 @@ class CheckedStore(OwnStore):
         return self._store.check(keys)
 
 
+class NamedStore(dist.HashStore):
+    """torch's own with all that it can do."""
+
+
 def has_a_store_of_its_own(me: Rank) -> None:
+    assert not any(lacks(NamedStore(), method) for method in ("compare_set", *METHODS))
     store = me.store
     me.store = OwnStore(store)
 
