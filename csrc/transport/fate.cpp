@@ -3,9 +3,10 @@
 #include <poll.h>
 #include <sched.h>
 
-#include <algorithm>
 #include <cstring>
 #include <utility>
+
+#include "core/utf8.h"
 
 namespace ringreduce {
 
@@ -85,8 +86,8 @@ void Fate::abort(const Error& error, int reporter) {
   record_.kind = static_cast<std::int32_t>(error.kind());
   record_.culprit = error.culprit();
   record_.reporter = reporter;
-  const std::size_t length = std::min(std::strlen(error.what()), sizeof(record_.message) - 1);
-  std::memcpy(record_.message, error.what(), length);
+  const std::size_t length =
+      cut(error.what(), sizeof(record_.message) - 1).copy(record_.message, sizeof(record_.message));
   record_.message[length] = '\0';
   record_.state.store(2, std::memory_order_seq_cst);
   spread_();

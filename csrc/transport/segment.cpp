@@ -9,6 +9,8 @@
 #include <string>
 #include <utility>
 
+#include "core/utf8.h"
+
 namespace ringreduce {
 
 std::size_t Geometry::segment_bytes() const { return Segment::kHeaderBytes + Layout(*this).region_bytes * ranks; }
@@ -30,7 +32,7 @@ void Segment::cannot_take_part(const FileDescriptor& memfd, int rank, const Rank
   AbortRecord record{};  // of which the first two words stay as they are until the rest is there
   record.kind = static_cast<std::int32_t>(ErrorKind::peer_lost);
   record.culprit = record.reporter = rank;
-  why.copy(record.message, sizeof(record.message) - 1);
+  cut(why, sizeof(record.message) - 1).copy(record.message, sizeof(record.message));
   record.state = 2;
   constexpr std::size_t kRest = offsetof(AbortRecord, kind), kBytes = sizeof(record) - kRest;
   const auto* const bytes = reinterpret_cast<const std::byte*>(&record);
@@ -40,8 +42,8 @@ void Segment::cannot_take_part(const FileDescriptor& memfd, int rank, const Rank
 
 void Segment::show(FileDescriptor memfd, const Title& group) {
   header().geometry = layout_;
-  group.name.copy(header().name, sizeof(header().name) - 1);
-  group.job.copy(header().job, sizeof(header().job) - 1);
+  cut(group.name, sizeof(header().name) - 1).copy(header().name, sizeof(header().name));
+  cut(group.job, sizeof(header().job) - 1).copy(header().job, sizeof(header().job));
   header().format.store(kFormat, std::memory_order_release);
   shown_ = std::move(memfd);
 }
