@@ -95,11 +95,15 @@ bool writes_anywhere(const c10d::DebugInfoWriter& writer) {
          std::getenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE") == nullptr;
 }
 
+bool names_a_folder(const std::string& job) {
+  return !job.empty() && job != "." && job != ".." && job.find('/') == std::string::npos;
+}
+
 void drop_oldest(const fs::path& jobs) {
   std::vector<std::pair<fs::file_time_type, fs::path>> found;
   std::error_code gone;  // other ranks drop them too
-  for (const auto& job : fs::directory_iterator(jobs, gone))
-    if (const auto written = job.last_write_time(gone); !gone) found.emplace_back(written, job.path());
+  for (fs::directory_iterator job(jobs, gone), end; job != end; job.increment(gone))
+    if (const auto written = job->last_write_time(gone); !gone) found.emplace_back(written, job->path());
   std::sort(found.rbegin(), found.rend());
   for (std::size_t i = kJobsKept; i < found.size(); ++i) fs::remove_all(found[i].second, gone);
 }
@@ -470,13 +474,14 @@ class CallLog::Dumper {
     try {
       auto& writer = c10d::DebugInfoWriter::getWriter(static_cast<int>(dump.global_rank));  // makes directories
       fs::path target = writer.getWriterTarget();
-      const bool by_job = writes_anywhere(writer);
-      if (by_job) target = target.parent_path() / "ringreduce" / job / c10::str("rank", dump.global_rank);
+      const bool by_job = writes_anywhere(writer) && names_a_folder(job);
+      const fs::path jobs = target.parent_path() / "ringreduce";
+      if (by_job) target = jobs / job / c10::str("rank", dump.global_rank);
       TORCH_WARN("a group broke; the flight record of rank ", dump.global_rank, " goes to ", target.string());
       const std::string record = pickle(std::move(dump.calls));
       if (!by_job) return writer.write(record);
       write_file(target, record);
-      drop_oldest(target.parent_path().parent_path());
+      drop_oldest(jobs);
     } catch (const std::exception& error) {
       cannot_write(dump.global_rank, error);
     }
