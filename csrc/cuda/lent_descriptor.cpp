@@ -129,12 +129,14 @@ FileDescriptor borrow_descriptor(const std::string& name, Nanoseconds timeout) {
   if (bytes == 0) throw Error(ErrorKind::system, "its owner refuses, or has ended; run all ranks as one user");
   const cmsghdr* const control = CMSG_FIRSTHDR(&message.header);
   if (control == nullptr || control->cmsg_type != SCM_RIGHTS) {  // the kernel could not, or would not, pass it on
-    const FileDescriptor another(above_streams(fcntl(connection.get(), F_DUPFD_CLOEXEC, 0)));
+    const FileDescriptor another(above_streams(fcntl(connection.get(), F_DUPFD_CLOEXEC, STDERR_FILENO + 1)));
     fail("recvmsg", another.get() < 0 ? errno : EPERM);
   }
   int fd = -1;
   std::memcpy(&fd, CMSG_DATA(control), sizeof(fd));
-  return FileDescriptor(above_streams(fd));
+  FileDescriptor borrowed(above_streams(fd));
+  if (borrowed.get() < 0) fail("fcntl", errno);
+  return borrowed;
 }
 
 }  // namespace ringreduce::cuda

@@ -164,6 +164,9 @@ std::shared_ptr<Virtual> allocate_virtual(const DevicePtr& device, std::size_t b
   int fd = -1;
   cuda.cuMemExportToShareableHandle(&fd, memory, kMemHandleTypePosixFileDescriptor, 0);
   FileDescriptor exported(above_streams(fd));
+  if (exported.get() < 0)
+    throw Error(ErrorKind::system,
+                std::string("fcntl: ") + std::strerror(errno) + "; raise the limit of open files (ulimit -n)");
   fcntl(exported.get(), F_SETFD, FD_CLOEXEC);
   zero(device, owned->pointer(), owned->bytes);
   owned->lent.emplace(name_of(kGpu, this_process().id, owned->pointer()), std::move(exported));
