@@ -22,7 +22,8 @@ namespace ringreduce {
 
 class CallQueue {
  public:
-  explicit CallQueue(bool one_thread = false) : one_thread_(one_thread) {}
+  enum class Callers { any, one };  // how many threads may call at a time
+  explicit CallQueue(Callers callers = Callers::any) : callers_(callers) {}
   ~CallQueue() { stop(); }
 
   // A call's turn in its caller's thread: after all calls before it, until this object goes.
@@ -67,11 +68,18 @@ class CallQueue {
   // Runs `call` in the progress thread after all calls before it, and then, when the next may begin, `done`. Neither
   // may throw, and `done` must be short. Returns the call's turn.
   std::size_t post(std::function<void()> call, std::function<void()> done) {
+    return post([] {}, std::move(call), std::move(done));
+  }
+  // The same. Calls `accepted` before that, in the order of the turns, once nothing refuses the call any more; it must
+  // be short.
+  template <class F>
+  std::size_t post(F&& accepted, std::function<void()> call, std::function<void()> done) {
     std::size_t turn = 0;
     {
       std::lock_guard lock(mutex_);
       throw_if_refused();
       if (!thread_.joinable()) thread_ = start_thread([this] { drive(); });
+      accepted();
       posted_.push_back({last_turn_, std::move(call), std::move(done)});
       turn = last_turn_++;
       ++not_done_;
@@ -130,7 +138,7 @@ class CallQueue {
 
   void throw_if_refused() const {
     if (stopping_) throw Error(ErrorKind::aborted, "the group has been shut down");
-    if (!one_thread_ || caller_ == std::thread::id()) return;
+    if (callers_ == Callers::any || caller_ == std::thread::id()) return;
     const auto shown = [](std::thread::id id) {  // as threading.get_ident() has it
       std::ostringstream text;
       text << id;
@@ -167,7 +175,7 @@ class CallQueue {
     turn_came_.notify_all();
   }
 
-  const bool one_thread_;
+  const Callers callers_;
   std::mutex mutex_;
   std::thread::id caller_;               // of the call that runs, or waits to, in its caller's thread; else none
   std::condition_variable turn_came_;    // for those who run their call themselves, and for drain()

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <optional>
 #include <utility>
 
 #include "core/float_environment.h"
@@ -91,14 +92,19 @@ Job ProcessGroupRing::job(Collective collective, const TensorList& inputs, const
 
 c10::intrusive_ptr<Work> ProcessGroupRing::submit_to_gpu(const Collective& collective, const TensorList& inputs,
                                                          TensorList outputs, std::vector<Job> jobs) {
-  const CallLog::Call call = begin_call(collective);
+  begin_call();
+  std::optional<CallQueue::Turn> turn;  // to agree, on the host
+  if (std::any_of(jobs.begin(), jobs.end(), [](const Job& job) { return !job.agreed; })) turn.emplace(shared_->queue);
+  const CallLog::Call call = count_call(collective);
+  if (turn) turn->await();
   TensorList kept = inputs;
   for (Job& job : jobs) {
     job.call.number = call.sequence;
-    if (!job.agreed) shared_->queue.run([&] { job.agree(*running_->engine); });
+    if (!job.agreed) job.agree(*running_->engine);
     for (const TensorList* tensors : {&job.inputs, &job.outputs, &job.targets})
       kept.insert(kept.end(), tensors->begin(), tensors->end());
   }
+  turn.reset();
   GpuCalls& gpu = *running_->gpu;
   auto work =
       gpu.submit(call, collective.async, inputs, std::move(outputs), std::move(kept), [&](const cuda::Stream& stream) {
@@ -113,7 +119,7 @@ c10::intrusive_ptr<Work> ProcessGroupRing::submit_to_gpu(const Collective& colle
 template <class Run>
 c10::intrusive_ptr<Work> ProcessGroupRing::take_turn(const Collective& collective, const TensorList& inputs,
                                                      TensorList outputs, Run run) {
-  const CallLog::Call call = begin_call(collective);
+  begin_call();
   struct Task {
     c10::intrusive_ptr<CallWork> work;
     Engine& engine;
@@ -128,37 +134,46 @@ c10::intrusive_ptr<Work> ProcessGroupRing::take_turn(const Collective& collectiv
         tally = run(work->getSequencenumber());
       } catch (const Error&) {  // of the engine
         error = std::current_exception();
-      } catch (const std::exception& failed) {  // before, between or after its calls: the others must not wait for this
-        error = std::current_exception();       // rank, nor may it make the call again
-        engine.fail(Error(ErrorKind::system,
-                          c10::str(name_of(work->retrieveOpType()), " number ", work->getSequencenumber(),
-                                   " of the group: ", failed.what()),
-                          engine.rank()));
+      } catch (const std::exception& failed) {
+        fail(failed.what());
+      } catch (...) {
+        fail("it failed for an unknown reason");
       }
     }
+
+    // Before, between or after the engine's calls: the others must not wait for this rank, nor may it make the call
+    // again.
+    void fail(const char* why) {
+      error = std::current_exception();
+      engine.fail(Error(
+          ErrorKind::system,
+          c10::str(name_of(work->retrieveOpType()), " number ", work->getSequencenumber(), " of the group: ", why),
+          engine.rank()));
+    }
   };
-  Task task{c10::make_intrusive<CallWork>(shared_, getRank(), call, inputs, std::move(outputs)),
+  Task task{c10::make_intrusive<CallWork>(shared_, getRank(), collective.type, inputs, std::move(outputs)),
             *running_->engine,
             std::move(run),
             {},
             {}};
   const auto work = task.work;
-  try {
-    if (collective.async) {
-      const auto posted = std::make_shared<Task>(std::move(task));
-      work->set_turn(shared_->queue.post([posted] { posted->attempt(); },
-                                         [posted] { posted->work->end(posted->error, posted->tally); }));
-      coalesce(work);
-      return work;
-    }
-    shared_->queue.run([&] { task.attempt(); });
-    if (task.error) std::rethrow_exception(task.error);
-    work->end(nullptr, task.tally);
+  const auto begin = [&] { work->begin(count_call(collective), inputs); };
+  if (collective.async) {
+    const auto posted = std::make_shared<Task>(std::move(task));
+    work->set_turn(shared_->queue.post(
+        begin, [posted] { posted->attempt(); }, [posted] { posted->work->end(posted->error, posted->tally); }));
+    coalesce(work);
     return work;
-  } catch (...) {
-    work->end(std::current_exception());
-    throw;
   }
+  {
+    CallQueue::Turn turn(shared_->queue);
+    begin();
+    turn.await();
+    task.attempt();
+  }
+  work->end(task.error, task.tally);
+  if (task.error) std::rethrow_exception(task.error);
+  return work;
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::submit(const Collective& collective, std::vector<Job> jobs) {
@@ -209,7 +224,8 @@ c10::intrusive_ptr<Work> ProcessGroupRing::call(const Collective& collective, co
   return submit(collective, {input}, {output});
 }
 
-bool ProcessGroupRing::call_now(const Collective& collective, const at::Tensor& output, const at::Tensor& input) {
+bool ProcessGroupRing::call_now(const Collective& collective, const at::Tensor& output, const at::Tensor& input,
+                                bool tells_autograd) {
   constexpr std::size_t kMostBlocks = 64;
   const auto suits = [](const at::Tensor& t) { return t.is_cpu() && has_memory(t) && is_plain(t); };
   const bool in_place = !collective.flat_input && !collective.flat_output;  // one tensor is both
@@ -249,11 +265,12 @@ bool ProcessGroupRing::call_now(const Collective& collective, const at::Tensor& 
   const Buffers buffers{{{input_blocks.data(), ins}, {counts.data(), ins}},
                         {{output_blocks.data(), outs}, {counts.data(), outs}}};
 
-  if (collective.tells_autograd && !output.is_inference()) output.unsafeGetTensorImpl()->bump_version();
-  const CallLog::Call listed = begin_call(collective);
+  begin_call();
+  CallQueue::Turn turn(shared_->queue);
+  if (tells_autograd && !output.is_inference()) output.unsafeGetTensorImpl()->bump_version();
+  const CallLog::Call listed = count_call(collective);
   call.number = listed.sequence;
   CallLog& log = *shared_->log;
-  CallQueue::Turn turn(shared_->queue);
   const std::uint64_t id = log.begin(listed, input, output, turn.came());
   Tally tally;
   try {

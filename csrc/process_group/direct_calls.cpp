@@ -99,12 +99,13 @@ bool are_tensors(Arguments from, int count) {
 }
 
 // Autograd hears that `output` is written, unlike in calls by torch, where it does not with any backend.
-PyObject* call(ProcessGroupRing& backend, Collective collective, const at::Tensor& output, const at::Tensor& input) {
-  collective.tells_autograd = collective.operation != Operation::broadcast || collective.root != backend.getRank();
+PyObject* call(ProcessGroupRing& backend, const Collective& collective, const at::Tensor& output,
+               const at::Tensor& input) {
+  const bool tells_autograd = collective.operation != Operation::broadcast || collective.root != backend.getRank();
   bool made = false;
   {
     const WithoutGil no_gil;
-    made = backend.call_now(collective, output, input);
+    made = backend.call_now(collective, output, input, tells_autograd);
   }
   return PyBool_FromLong(made);
 }

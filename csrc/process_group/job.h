@@ -32,7 +32,6 @@ struct Collective {
   const c10d::ReduceOp* op = nullptr;            // of those that reduce
   const Operator* own_op = nullptr;              // instead of it: the user's own
   bool flat_input = false, flat_output = false;  // that side is one tensor, to be cut in a block for each rank
-  bool tells_autograd = false;                   // of call_now(): that the output is written
   std::vector<std::int64_t> splits = {};         // for the log: see CallLog::Call
 };
 

@@ -186,8 +186,9 @@ class ProcessGroupRing : public c10d::Backend {
   void show_as_gloo() { shared_->as_gloo = true; }
 
   // Makes a synchronous call on plain tensors, without c10d's lists and Work. False, with nothing done, if the call
-  // takes more than that, or the arguments are wrong.
-  bool call_now(const Collective& collective, const at::Tensor& output, const at::Tensor& input);
+  // takes more than that, or the arguments are wrong. `tells_autograd`: that the output is written.
+  bool call_now(const Collective& collective, const at::Tensor& output, const at::Tensor& input,
+                bool tells_autograd = false);
   // The rank in the group of a rank of the world; -1 if that is not in it.
   int group_rank(int global_rank) const {
     const auto& ranks = settings_.global_ranks;
@@ -239,10 +240,11 @@ class ProcessGroupRing : public c10d::Backend {
   Tally sum_fused(const Fusion& fusion, std::vector<Job>& jobs, std::uint64_t number);
   Tally sum_sparse(const at::Tensor& tensor, const Collective& collective, std::uint64_t number);
   std::chrono::milliseconds timeout_or_default(std::chrono::milliseconds timeout) const;
-  // Begins a call: refuses it in a forked child, and names the group in the log. The second function also counts the
-  // call and returns its entry for the log.
+  // Begins a call: refuses it in a forked child, and names the group in the log.
   void begin_call();
-  CallLog::Call begin_call(const Collective& collective);
+  // Counts a call and returns its entry for the log. The queue must have accepted it: other ranks do not count a call
+  // that is refused here.
+  CallLog::Call count_call(const Collective& collective);
 
   const Settings settings_;
   std::shared_ptr<WorkSurroundings> shared_;

@@ -23,6 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import ringreduce
 from ringreduce.errors import InvalidArgument
+from ringreduce.groups.lookup import backend_of
 from ringreduce.groups.tensors import OF_ML_DTYPES
 
 
@@ -170,12 +171,14 @@ def one_group_in_two_threads(me: Rank) -> None:
             me.meet("rank 0 has tried")
             for _ in range(2):
                 summed(me, group)
+            assert backend_of(group)._get_sequence_number_for_group() == 3
             return
         first = threading.Thread(target=summed, args=(me, group))
         first.start()
         while ringreduce.stats()[group.group_name]["all_reduce"].calls < 2:
             time.sleep(0.001)
         x = torch.ones(5)
+        version = x._version
         calls: tuple[Callable[[], Any], ...] = (
             lambda: ringreduce.all_reduce(x, group=group),
             lambda: dist.all_reduce(x, group=group),
@@ -186,10 +189,11 @@ def one_group_in_two_threads(me: Rank) -> None:
         for call in calls:
             with pytest.raises(InvalidArgument, match=refusal):
                 call()
-        assert x.eq(1).all()
+        assert x.eq(1).all() and x._version == version
         me.meet("rank 0 has tried")
         first.join()
         summed(me, group)
+        assert backend_of(group)._get_sequence_number_for_group() == 3  # no rank has counted what was refused
 
 
 def test_a_call_of_a_second_thread_is_refused() -> None:
