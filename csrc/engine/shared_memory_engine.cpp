@@ -89,11 +89,13 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
     const BoundCall& found = bind(call, buffers, way);
     timed = timed_if_choice && found.has_choice();
     feeds_back = call.feedback != nullptr && found.packing() != Packing::none;
-    // Rests belong to the places where this plan rounds in this group, and to what it makes there.
-    rounding = mix(mix(mix(number_, found.program().digest), call.count),
-                   static_cast<std::uint64_t>(call.reduce_op) << 32 | static_cast<std::uint64_t>(call.packing));
-    // If the call fails they are lost: they would be those of some of its values only.
-    if (feeds_back) rests = call.feedback->take(rounding, found.rounded());
+    if (feeds_back) {
+      // Rests belong to the places where this plan rounds in this group, and to what it makes there.
+      rounding = mix(mix(mix(number_, found.program().digest), call.count),
+                     static_cast<std::uint64_t>(call.reduce_op) << 32 | static_cast<std::uint64_t>(call.packing));
+      // If the call fails they are lost: they would be those of some of its values only.
+      rests = call.feedback->take(rounding, found.rounded());
+    }
     placement_.settle();
     return found;
   });
