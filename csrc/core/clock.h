@@ -35,8 +35,7 @@ inline Nanoseconds now() {
       .count();
 }
 
-// Tells while a process waits how long it did not run, because it was stopped or its machine was frozen: a timeout is
-// about what others do, and they may have been frozen with it.
+// Finds the time in which this process was stopped or frozen during a wait, so that a timeout does not count it.
 class Standstill {
  public:
   // To be called at each look, much more often than kLeast. How long the process stood still since the latest one.
@@ -44,7 +43,7 @@ class Standstill {
     const Nanoseconds since = std::exchange(looked_, t);
     return since != 0 && t - since >= kLeast ? t - since : 0;
   }
-  // Something else than waiting was done up to then; 0: for an unknown time.
+  // The waiting begins anew at `t`; without `t`, at the next look.
   void restart(Nanoseconds t = 0) { looked_ = t; }
 
  private:

@@ -60,8 +60,8 @@ struct BoundStep {
   bool scaled = false;           // the local operand is multiplied by the call's factor first
   bool streams_output = false;   // past the caches
   Average average = {};
-  bool rounds = false;    // a part of a sum that leaves the host, or the result that it completes;
-  std::size_t rests = 0;  // where the rests of that begin, in bytes
+  bool rounds = false;    // its value is rounded: it leaves the host as a partial sum, or completes the sum
+  std::size_t rests = 0;  // offset of its rests, in bytes
 };
 
 struct BoundChannel {

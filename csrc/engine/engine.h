@@ -156,8 +156,8 @@ class Engine {
   Planned plan_of(const Call& call);
   std::uint64_t next_call() { return ++sequence_; }
 
-  // f(), which gets what this rank alone needs for its next call. An error other than wrong arguments breaks the group,
-  // since the others must not wait for this rank.
+  // Calls f(), which prepares this rank's next call. If it throws anything but invalid_argument, the group breaks with
+  // that error, so that no peer waits for this rank.
   template <class F>
   decltype(auto) or_tell_the_others(const Call& call, F f) {
     const auto tell = [&](ErrorKind kind, const char* why, int culprit) {

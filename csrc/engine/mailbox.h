@@ -118,7 +118,7 @@ class Mailbox {
   const Patience patience_;
   std::mutex mutex_;
   std::condition_variable work_;
-  Standstill standstill_;  // which brings no message nearer to its timeout
+  Standstill standstill_;  // time that no message's timeout counts
   std::vector<Peer> peers_;
   std::list<std::shared_ptr<Message>> receives_;    // posted, not matched, oldest first
   std::vector<std::shared_ptr<Message>> finished_;  // done; on_done still to be called, without the lock

@@ -96,8 +96,8 @@ struct Average {
 
 // 16-bit and 8-bit floats are rounded by each step that combines. So it makes the mean of the k inputs in its operands,
 // which is never too large, and not their sum: it weighs each operand by the number of inputs in it, and divides by k.
-// Both numbers are divided by the power of two from k on, so that sums of bfloat16 fit float32; no other bit depends on
-// that. Wider elements are summed, and divided by the step that completes the sum.
+// Weights and divisor are both scaled by 1/bit_ceil(k), which is exact and keeps sums of bfloat16 within float32. Wider
+// elements are summed, and divided by the step that completes the sum.
 Average average_of(const Call& call, const Step& step, int size);
 
 }  // namespace ringreduce

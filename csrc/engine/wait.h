@@ -53,8 +53,7 @@ class Waiting {
 
   // Nothing moved. Waits a little, after which the caller must look again. `awaits`: the ranks that could end the wait,
   // as awaits_rank() has them. `check(waited)` is called now and then with the time since the first wait of this call,
-  // without that in which this process did not run.
-  // `looks` replaces Patience::looks for this wait.
+  // not counting time in which this process was frozen. `looks` replaces Patience::looks for this wait.
   template <class Check>
   void idle(std::uint64_t awaits, Check&& check, int looks) {
     if (links_ != nullptr && links_->progress()) return moved();
