@@ -103,6 +103,7 @@ class Attached(torch.optim.Optimizer):
         names = {parameter: name for name, parameter in model.named_parameters()}
         places = {parameter: place for place, parameter in enumerate(model.parameters())}
         self._trained: dict[nn.Parameter, Trained] = {}
+        self._grouped = self._members()
         for parameter in (each for group in self.param_groups for each in group["params"]):
             if parameter not in names:
                 raise InvalidArgument(f"the optimizer has a parameter {tuple(parameter.shape)} that model has not")
@@ -239,7 +240,7 @@ class Attached(torch.optim.Optimizer):
             self._tell()
             self._push(of, parameter.grad)
         if of.passes == 1 or of.pushed is None:
-            of.computed = Seen(parameter.grad, values=True)
+            of.computed = Seen(parameter.grad)
 
     def _push(self, of: Trained, gradient: Any) -> None:
         value = NOTHING if gradient is None else gradient
@@ -336,6 +337,10 @@ class Attached(torch.optim.Optimizer):
             self.pull()
         return loss
 
+    def _members(self) -> list[list[int]]:
+        """Which parameters each group has, in no order."""
+        return [sorted(map(id, group["params"])) for group in self.param_groups]
+
     def _check_groups(self) -> None:
         ours, theirs = self.param_groups, self._optimizer.param_groups
         if len(ours) != len(theirs) or any(a is not b for a, b in zip(ours, theirs, strict=False)):
@@ -343,7 +348,7 @@ class Attached(torch.optim.Optimizer):
                 "the param_groups of the optimizer that was given to attach() have been replaced, by load_state_dict() "
                 "perhaps: use load_state_dict() of the attached optimizer"
             )
-        if {each for group in ours for each in group["params"]} != self._trained.keys():
+        if self._members() != self._grouped:
             raise InvalidArgument(f"the parameters of param_groups have changed since attach(): {_ALL_AT_ONCE}")
 
     @contextlib.contextmanager

@@ -16,9 +16,6 @@ from ringreduce.parameter_server.client.pending import Pending
 _SAMPLE = 256
 """The most elements of a tensor that are compared to notice changes that torch does not count."""
 
-_PARTS = 61
-"""The parts of a tensor whose sums are compared."""
-
 
 def sample(tensor: torch.Tensor) -> bytes:
     """Returns some elements of a tensor."""
@@ -34,36 +31,19 @@ def _state(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor._version, tensor.data_ptr(), sample(tensor)
 
 
-def _total(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """Returns what changes with any one element: sums of the tensor's parts as 64-bit integers, which wrap around.
-
-    It also changes if elements of several parts change places, but not if those of one part do, or changes cancel out.
-    """
-    if tensor.layout is not torch.strided:
-        return None
-    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
-    whole = flat.numel() // (8 * _PARTS) * (8 * _PARTS)
-    words = (flat.clone() if flat.storage_offset() % 8 else flat)[:whole].view(torch.int64)
-    return tensor.shape, tensor.dtype, words.view(_PARTS, -1).sum(1).tolist(), flat[whole:].tolist()
-
-
 class Seen:
     """Remembers a tensor, or that there was none, to notice when it is replaced or changed."""
 
-    def __init__(self, tensor: torch.Tensor | None, values: bool = False) -> None:
-        """With `values`, a tensor that was written to, or replaced, and has the same values counts as unchanged."""
+    def __init__(self, tensor: torch.Tensor | None) -> None:
         self._tensor = None if tensor is None else weakref.ref(tensor)
         self._state = None if tensor is None else _state(tensor)
-        self._total = _total(tensor) if tensor is not None and values else None
 
     def is_still(self, tensor: torch.Tensor | None, whole: bool = True) -> bool:
         """Whether the tensor is the same and unchanged. Without `whole`, its elements are not compared."""
         if tensor is None or self._tensor is None or self._state is None:
             return tensor is None and self._tensor is None
         now = _state(tensor)
-        if self._tensor() is tensor and (now == self._state if whole else now[:2] == self._state[:2]):
-            return True
-        return self._total is not None and now[2] == self._state[2] and self._total == _total(tensor)
+        return self._tensor() is tensor and (now == self._state if whole else now[:2] == self._state[:2])
 
 
 class Hook:
@@ -135,8 +115,9 @@ class Trained:
         if changed and (self.pushed is not None or gradient is not None):
             raise InvalidArgument(
                 f"the gradient of {self.key!r} was changed after backward, by clip_grad_norm_ or a GradScaler perhaps, "
-                "and may have been pushed before: to clip the average of all workers, give attach() max_norm=; to "
-                "change this worker's gradients before they are pushed, run backward in `with optimizer.no_sync():`"
+                "and may have been pushed before: torch.nn.utils.get_total_norm() only reads gradients; to clip the "
+                "average of all workers, give attach() max_norm=; to change this worker's gradients before they are "
+                "pushed, run backward in `with optimizer.no_sync():`"
             )
 
 
