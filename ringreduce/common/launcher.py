@@ -31,7 +31,7 @@ def check_alone(call: str, instead: str) -> None:
 def _launchers() -> Iterator[tuple[str, str, str]]:
     """How many processes each launcher says that it has started with this one, and its names of the size and a rank."""
     if "SLURM_STEP_ID" in os.environ:  # otherwise it is the script of the job, and not started by srun
-        tasks = os.environ.get("SLURM_STEP_NUM_TASKS", os.environ.get("SLURM_NTASKS", ""))
-        yield tasks, "SLURM_NTASKS", "SLURM_PROCID"
+        size = next((each for each in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if each in os.environ), "")
+        yield os.environ.get(size, ""), size, "SLURM_PROCID"
     for size, rank in (("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("PMI_SIZE", "PMI_RANK")):
         yield os.environ.get(size, ""), size, rank

@@ -20,9 +20,15 @@ JOB = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "MASTER_
 """What launchers tell the ranks of a job, the same to all of them."""
 
 MOST_BYTES = 64 << 20
-"""Of a pickle, and of all arrays in it, that are compared whole. A second of a CPU at most."""
+"""Bytes of the pickle that are hashed, and of the arrays, of which later ones are only sampled.
+
+They take a second of a CPU at most.
+"""
 MOST_OBJECTS = 30_000
-"""Not of Python's own types, of which more than the type is compared. Each takes some microseconds."""
+"""How many objects are pickled, beside those of Python's own types; of later ones only the type is hashed.
+
+Each takes some microseconds.
+"""
 SAMPLED = 4096
 """Elements that are compared of an array, when those before it have used up MOST_BYTES."""
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.utils.data import Dataset
 
-from ringreduce.common.descriptors import above_streams, make_above_streams
+from ringreduce.common.descriptors import make_above_streams
 from ringreduce.common.failures import InvalidArgument, SampleFailed, SystemFailure
 from ringreduce.common.units import duration
 from ringreduce.data import supervisor
@@ -138,7 +138,7 @@ class Loader(Steps[Any]):
         self._recipe = Recipe(dataset, order, collate, seeded)
         self._terms = {"order": order.state(), "servers": servers, "seeded": seeded}
         self._lock = threading.RLock()  # a signal's handler may close this Loader while it reads
-        self._unsure = False
+        self._may_have_lost_messages = False
         """Whether an error or a signal's handler ended a call, so that messages may be lost."""
         self._asked: dict[Key, int] = {}
         """What servers have been asked for and not told to let go, with the numbers of the requests."""
@@ -171,7 +171,7 @@ class Loader(Steps[Any]):
         second call waits on. So it does if a signal's handler raises an error. Raises `SystemFailure` if servers die
         again and again, and `InvalidArgument` if another thread closes the Loader.
         """
-        key, end = self.order.span(step, *share(rank, size)), time.monotonic() + self._timeout
+        key, end = self.order.span(step, *share("Loader.get", rank, size)), time.monotonic() + self._timeout
         with self._lock:
             self._check_usable()
             if (held := self._held.get(key)) and (memory := held.use()) is not None:
@@ -181,7 +181,7 @@ class Loader(Steps[Any]):
             self._ask([(key[0] + each * batch, key[1] + each * batch) for each in range(self.ahead + 1)], end)
             filled, memory = self._wait_for(key, end)
             batch_of_step = self._hand_out(key, step, filled, memory)
-            self._unsure = False
+            self._may_have_lost_messages = False
             return batch_of_step
 
     def batch_of(self, step: int) -> Any:
@@ -253,8 +253,8 @@ class Loader(Steps[Any]):
 
     def _ask(self, keys: list[Key], end: float) -> None:
         """Asks for these batches, and lets all others go."""
-        told = self._told_anew() if self._unsure else {}
-        self._unsure = True
+        told = self._resync() if self._may_have_lost_messages else {}
+        self._may_have_lost_messages = True
         while self._released:
             use = self._released.popleft()
             if self._asked.get(use.key) == use.request:
@@ -270,7 +270,7 @@ class Loader(Steps[Any]):
         for number, message in told.items():
             self._send(number, message, end)
 
-    def _told_anew(self) -> dict[int, bytes]:
+    def _resync(self) -> dict[int, bytes]:
         """Begins messages to all servers that make what was asked for and has come so far meaningless."""
         self._ready.clear()
         self._asked = {key: request for key, request in self._asked.items() if key in self._held}
@@ -395,10 +395,11 @@ class Loader(Steps[Any]):
                 anew = [ASKED.pack(ANEW, 0, 0, 0), *(ASKED.pack(KEEP, 0, *key) for key in held)]
                 with contextlib.suppress(OSError):
                     server.connection.send(b"".join([*anew, ASKED.pack(LAST, 0, 0, 0)]))
+                self._servers[number] = None
+                _kept.add(server.connection)
+                left = [*held]
                 for holder in held.values():
-                    kept = above_streams(server.connection.dup())
-                    _kept.add(kept)
-                    weakref.finalize(holder, kept.close)
+                    weakref.finalize(holder, _close_after_last, left, server.connection)
 
     def _disconnect(self) -> None:
         servers, self._servers = self._servers, [None] * self.servers
@@ -514,9 +515,16 @@ def _mapped(fd: int, size: int) -> Memory:
 
 _open: weakref.WeakSet[Loader] = weakref.WeakSet()
 _kept: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-"""Connections of closed Loaders, one for each batch that is still held."""
+"""Connections of closed Loaders, to the servers whose batches are still held."""
 _supervisors: list[int] = []
 """Processes that this one has started."""
+
+
+def _close_after_last(left: list[Key], connection: socket.socket) -> None:
+    """One of the batches that are `left` is not held any more."""
+    left.pop()
+    if not left:
+        connection.close()
 
 
 def _reap() -> None:

@@ -35,7 +35,7 @@ FILLED = struct.Struct("<qqqqqqq")
 LONGEST = 64 * 1024
 """Bytes of a message."""
 MOST_IN_ADVANCE = 64
-"""Batches."""
+"""The largest `ahead`. What a reader asks for at once must fit in a message."""
 
 
 class Filled(NamedTuple):

@@ -19,10 +19,12 @@ class Sampler(Steps[list[int]], TorchSampler[list[int]]):
     """
 
     def __init__(self, order: Order, rank: int | None = None, size: int | None = None, step: int = 0) -> None:
-        known = rank is not None and size is not None  # else they are looked up, and checked, when a batch is drawn
-        order.span(step, *(share(rank, size) if known else (0, 1)))
+        if rank is not None and size is not None:
+            order.span(step, rank, size)
+        else:  # they are looked up, and checked, when a batch is drawn
+            order.span(step, 0, 1)
         self.order, self.rank, self.size, self.step = order, rank, size, step
 
     def batch_of(self, step: int) -> list[int]:
-        ids: list[int] = self.order.ids(step, *share(self.rank, self.size)).tolist()
+        ids: list[int] = self.order.ids(step, *share("Sampler", self.rank, self.size)).tolist()
         return ids

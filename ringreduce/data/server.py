@@ -76,7 +76,7 @@ class Slot:
 class Server:
     """Serves `recipe` to whoever connects to `listener`. One thread, which never waits for a reader.
 
-    starter: a pidfd of the process that made the first Loader; see `leave_output`. current[0]: where it notes the id
+    starter: a pidfd of the process that made the first Loader; see `release_output`. current[0]: where it notes the id
     that the dataset is asked for, or -1, so that the supervisor can name it.
 
     Parts of batches take turns. Of the same part, the batch that is the earliest in the order is made first. So a
@@ -110,7 +110,7 @@ class Server:
                         self._poll.register(connection, select.POLLIN)
                 elif fd == self._starter:
                     self._poll.unregister(fd)
-                    leave_output()
+                    release_output()
                 elif (reader := self._readers.get(fd)) is not None:
                     if events & select.POLLOUT:
                         self._send(reader)
@@ -286,9 +286,12 @@ class Server:
             except BlockingIOError:
                 break
             except OSError as error:
-                if error.errno != errno.ETOOMANYREFS:
+                if error.errno == errno.ETOOMANYREFS:
+                    # Until others have received theirs. `poll` finds room in this connection, so it is tried again
+                    # after each millisecond.
+                    time.sleep(0.001)
+                else:
                     reader.untold.clear()  # it has gone, as `poll` will say
-                time.sleep(0.001)  # until others have received theirs
                 break
             slot.known_to.add(reader)
             del reader.untold[key]
@@ -305,24 +308,24 @@ def prepares_many(dataset: Any) -> bool:
     return hasattr(dataset, "__getitems__")
 
 
-def leave_output() -> None:
+def release_output() -> None:
     """Gives up the output of the process that this one was forked from, now that it has ended.
 
     Whoever reads it from a pipe, as `program | tee log` does, waits until nobody can write there any more.
     """
     for fd in (1, 2):
         with contextlib.suppress(OSError):
-            if is_between_processes(fd):
-                replace_by_nothing(fd)
+            if is_pipe_or_socket(fd):
+                point_at_dev_null(fd)
 
 
-def is_between_processes(fd: int) -> bool:
+def is_pipe_or_socket(fd: int) -> bool:
     """Whether it is a socket or pipe, so that somebody may wait for its end."""
     mode = os.fstat(fd).st_mode
     return stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode)
 
 
-def replace_by_nothing(fd: int) -> None:
+def point_at_dev_null(fd: int) -> None:
     """Closes what the descriptor stands for, and keeps its number taken."""
     nothing = above_streams(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
     os.dup2(nothing, fd, inheritable=fd <= 2)

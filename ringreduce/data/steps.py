@@ -14,15 +14,15 @@ from ringreduce.data.order import Order
 Batch = TypeVar("Batch")
 
 
-def share(rank: int | None, size: int | None) -> tuple[int, int]:
+def share(call: str, rank: int | None, size: int | None) -> tuple[int, int]:
     """A rank and of how many; by default, of the default group, or of one rank where there is none.
 
-    Raises `InvalidArgument` if there is none, and a launcher has started several processes.
+    Raises `InvalidArgument` in the name of `call`, if there is none, and a launcher has started several processes.
     """
     if rank is not None and size is not None:
         return rank, size
     if not (in_group := dist.is_initialized()):
-        check_alone("get", "give rank= and size=, or make the default group first")
+        check_alone(call, "give rank= and size=, or make the default group first")
     default = (dist.get_rank(), dist.get_world_size()) if in_group else (0, 1)
     return default[0] if rank is None else rank, default[1] if size is None else size
 

@@ -25,7 +25,7 @@ import torch
 
 from ringreduce.common.descriptors import above_streams
 from ringreduce.data.messages import WHERE, accept, listen, next_message
-from ringreduce.data.server import Recipe, Server, is_between_processes, leave_output, replace_by_nothing
+from ringreduce.data.server import Recipe, Server, is_pipe_or_socket, point_at_dev_null, release_output
 
 PR_SET_NAME, PR_SET_PDEATHSIG = 15, 1
 
@@ -39,13 +39,15 @@ def start(name: str, listener: socket.socket, terms: dict[str, Any], recipe: Rec
     `terms`: what all its readers must agree on; terms["servers"] is how many servers it keeps. If it cannot start them,
     it says so to this connection. Raises `OSError`.
     """
-    try:
+    with contextlib.ExitStack() as opened:
+        opened.enter_context(listener)
         ours, theirs = map(above_streams, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        opened.enter_context(ours)
+        opened.enter_context(theirs)
         starter = above_streams(os.pidfd_open(os.getpid()))
+        opened.callback(os.close, starter)
         pid = os.fork()
-    except OSError:
-        listener.close()
-        raise
+        opened.pop_all()
     if pid:
         os.close(starter)
         theirs.close()
@@ -69,7 +71,7 @@ def start(name: str, listener: socket.socket, terms: dict[str, Any], recipe: Rec
 
 
 def _become(title: str, keep: Iterable[int]) -> None:
-    """Names this process and gives up its input and all its sockets and pipes, but those to `keep` and its output.
+    """Names this process. Gives up a terminal as its input, and its sockets and pipes but those to `keep` and output.
 
     What is at the other end must notice when the process that they are of has closed them, or ended. Files stay open,
     since the dataset may read them. The numbers stay taken: an object of the parent may close its own once more.
@@ -78,8 +80,8 @@ def _become(title: str, keep: Iterable[int]) -> None:
     kept = {1, 2, *keep}
     for fd in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):
-            if fd not in kept and (is_between_processes(fd) or fd == 0):
-                replace_by_nothing(fd)
+            if fd not in kept and (is_pipe_or_socket(fd) or (fd == 0 and os.isatty(fd))):
+                point_at_dev_null(fd)
 
 
 class _Supervisor:
@@ -122,7 +124,7 @@ class _Supervisor:
                     self._hear(self._readers[fd])
                 elif fd == self._starter:
                     self._poll.unregister(fd)
-                    leave_output()
+                    release_output()
             if newcomer is not None and self._readers:
                 self._add(newcomer)
         self._listener.close()
@@ -143,7 +145,8 @@ class _Supervisor:
         try:
             message, _ = next_message(connection)
             answer = {"where": self._where()} if message == WHERE else self._welcome
-            connection.send(json.dumps(answer).encode(), socket.MSG_DONTWAIT)
+            with contextlib.suppress(BlockingIOError):  # it has not read what it was told of servers that died
+                connection.send(json.dumps(answer).encode(), socket.MSG_DONTWAIT)
         except OSError:
             del self._readers[connection.fileno()]
             self._poll.unregister(connection)

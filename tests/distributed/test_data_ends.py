@@ -21,7 +21,7 @@ from distributed.harness import Rank, in_threads, run
 
 from ringreduce.data import Loader, Order, loader, supervisor
 from ringreduce.data.identity import full_name
-from ringreduce.data.messages import address, next_message
+from ringreduce.data.messages import WHERE, address, next_message
 from ringreduce.errors import InvalidArgument, SampleFailed, SystemFailure
 from ringreduce.network.local import close_all
 
@@ -302,3 +302,38 @@ def ended(pipe: int) -> bool:
 
 def test_servers_keep_no_pipe_open() -> None:
     run(gives_pipes_up, 1)
+
+
+def asks_without_reading(me: Rank) -> None:
+    order = Order(100, 10)
+    with Loader(Rows(100), order, timeout=20) as reader:
+        servers = servers_of(loader._supervisors[-1])
+        assert reader._supervisor is not None
+        for _ in range(2000):
+            reader._supervisor.send(WHERE)
+        assert reader.get(1)[:, 0].tolist() == order.ids(1).tolist()
+        assert servers_of(loader._supervisors[-1]) == servers
+
+
+def test_a_reader_that_does_not_read_what_it_is_told_keeps_its_servers() -> None:
+    run(asks_without_reading, 1)
+
+
+class Lines:
+    """Reads from a file whose descriptor is 0."""
+
+    def __getitem__(self, number: int) -> int:
+        return os.pread(0, 1, number)[0]
+
+
+def reads_descriptor_0(me: Rank, path: Path) -> None:
+    path.write_bytes(bytes(range(100)))
+    os.close(0)
+    assert os.open(path, os.O_RDONLY) == 0
+    order = Order(100, 10)
+    with Loader(Lines(), order, timeout=20) as reader:
+        assert reader.get(1).tolist() == order.ids(1).tolist()
+
+
+def test_a_file_of_the_dataset_may_have_the_number_of_a_closed_stream(tmp_path: Path) -> None:
+    run(reads_descriptor_0, 1, tmp_path / "file")

@@ -639,6 +639,8 @@ def test_one_of_several_processes_does_not_read_all(monkeypatch: pytest.MonkeyPa
         with pytest.raises(InvalidArgument, match=r"get: PMI_SIZE is 2, .* give rank= and size=, or make the default"):
             loader.get(0)
         loader.get(0, 0, 2)
+    with pytest.raises(InvalidArgument, match="Sampler: PMI_SIZE is 2"):
+        Sampler(Order(10, 2)).batch_of(0)
 
 
 def supervisor_processes() -> list[str]:

@@ -197,6 +197,10 @@ def test_counts_have_limits() -> None:
             {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"},
             r"SLURM_NTASKS is 2, .* set RANK=\$SLURM_PROCID WORLD_SIZE=\$SLURM_NTASKS, .* set WORLD_SIZE=1",
         ),
+        (
+            {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "2"},  # srun --ntasks=2 in a larger job
+            r"SLURM_STEP_NUM_TASKS is 2, .* WORLD_SIZE=\$SLURM_STEP_NUM_TASKS, ",
+        ),
         ({"OMPI_COMM_WORLD_SIZE": "3"}, r"OMPI_COMM_WORLD_SIZE is 3, .* set RANK=\$OMPI_COMM_WORLD_RANK"),
         ({"PMI_SIZE": "2"}, r"PMI_SIZE is 2, .* set RANK=\$PMI_RANK WORLD_SIZE=\$PMI_SIZE"),
         (
