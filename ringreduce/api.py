@@ -16,8 +16,9 @@ of them tell autograd nothing, with any backend.
 
 **Threads.** A group is for one thread at a time: other ranks cannot know in which order two threads of this one make
 their calls, and equal calls would then be paired wrongly. A collective that begins while another thread is in one of
-the same group raises `InvalidArgument`, and the other one goes on; give each thread a group of its own. Messages with
-tags may be sent and received in all threads, and any thread may wait for a `Work`.
+the same group breaks the group: all ranks raise `CollectiveMismatch`, since some may have paired the wrong calls. Give
+each thread a group of its own. Messages with tags may be sent and received in all threads, and any thread may wait for
+a `Work`.
 
 **Operators.** Where a call takes `op`, this may be a `ringreduce.Op`, for reductions of your own in rank order. The
 tensors are then what the operator takes, and there is no `async_op`. Such calls may also raise `OperatorFailed`.

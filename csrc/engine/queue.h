@@ -4,8 +4,9 @@
 // through the progress thread, which starts with the first asynchronous call, unless a thread that waits for the call
 // takes it first: see help().
 //
-// Calls that two threads make at once come in an order that other ranks cannot know. A queue for one thread at a time
-// refuses a call that begins while another thread runs one, or waits to.
+// Calls that two threads make at once come in an order that other ranks cannot know, who may have paired the wrong ones
+// by then. So a call that begins while another thread runs one, or waits to, is the end of them all, if `misused` is
+// given: it gets the error that the call throws.
 #pragma once
 
 #include <condition_variable>
@@ -22,8 +23,8 @@ namespace ringreduce {
 
 class CallQueue {
  public:
-  enum class Callers { any, one };  // how many threads may call at a time
-  explicit CallQueue(Callers callers = Callers::any) : callers_(callers) {}
+  using Misused = std::function<void(const Error&)>;
+  explicit CallQueue(Misused misused = nullptr) : misused_(std::move(misused)) {}
   ~CallQueue() { stop(); }
 
   // A call's turn in its caller's thread: after all calls before it, until this object goes.
@@ -68,18 +69,11 @@ class CallQueue {
   // Runs `call` in the progress thread after all calls before it, and then, when the next may begin, `done`. Neither
   // may throw, and `done` must be short. Returns the call's turn.
   std::size_t post(std::function<void()> call, std::function<void()> done) {
-    return post([] {}, std::move(call), std::move(done));
-  }
-  // The same. Calls `accepted` before that, in the order of the turns, once nothing refuses the call any more; it must
-  // be short.
-  template <class F>
-  std::size_t post(F&& accepted, std::function<void()> call, std::function<void()> done) {
     std::size_t turn = 0;
     {
       std::lock_guard lock(mutex_);
       throw_if_refused();
       if (!thread_.joinable()) thread_ = start_thread([this] { drive(); });
-      accepted();
       posted_.push_back({last_turn_, std::move(call), std::move(done)});
       turn = last_turn_++;
       ++not_done_;
@@ -138,17 +132,19 @@ class CallQueue {
 
   void throw_if_refused() const {
     if (stopping_) throw Error(ErrorKind::aborted, "the group has been shut down");
-    if (callers_ == Callers::any || caller_ == std::thread::id()) return;
+    if (!misused_ || caller_ == std::thread::id()) return;
     const auto shown = [](std::thread::id id) {  // as threading.get_ident() has it
       std::ostringstream text;
       text << id;
       return text.str();
     };
-    throw Error(ErrorKind::invalid_argument,
-                "thread " + shown(std::this_thread::get_id()) + " makes a call of the group while thread " +
-                    shown(caller_) +
-                    " is in another one. Other ranks cannot know the order of the two, and could pair the wrong ones: "
-                    "make calls of a group from one thread at a time, or a group for each thread");
+    const Error error(ErrorKind::mismatch,
+                      "thread " + shown(std::this_thread::get_id()) + " makes a call of the group while thread " +
+                          shown(caller_) +
+                          " is in another one. Other ranks cannot know the order of the two, and may have paired the "
+                          "wrong ones: make calls of a group from one thread at a time, or a group for each thread");
+    misused_(error);
+    throw error;
   }
 
   void drive() {
@@ -175,7 +171,7 @@ class CallQueue {
     turn_came_.notify_all();
   }
 
-  const Callers callers_;
+  const Misused misused_;
   std::mutex mutex_;
   std::thread::id caller_;               // of the call that runs, or waits to, in its caller's thread; else none
   std::condition_variable turn_came_;    // for those who run their call themselves, and for drain()

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <array>
-#include <optional>
 #include <utility>
 
 #include "core/float_environment.h"
@@ -92,19 +91,14 @@ Job ProcessGroupRing::job(Collective collective, const TensorList& inputs, const
 
 c10::intrusive_ptr<Work> ProcessGroupRing::submit_to_gpu(const Collective& collective, const TensorList& inputs,
                                                          TensorList outputs, std::vector<Job> jobs) {
-  begin_call();
-  std::optional<CallQueue::Turn> turn;  // to agree, on the host
-  if (std::any_of(jobs.begin(), jobs.end(), [](const Job& job) { return !job.agreed; })) turn.emplace(shared_->queue);
-  const CallLog::Call call = count_call(collective);
-  if (turn) turn->await();
+  const CallLog::Call call = begin_call(collective);
   TensorList kept = inputs;
   for (Job& job : jobs) {
     job.call.number = call.sequence;
-    if (!job.agreed) job.agree(*running_->engine);
+    if (!job.agreed) shared_->queue.run([&] { job.agree(*running_->engine); });
     for (const TensorList* tensors : {&job.inputs, &job.outputs, &job.targets})
       kept.insert(kept.end(), tensors->begin(), tensors->end());
   }
-  turn.reset();
   GpuCalls& gpu = *running_->gpu;
   auto work =
       gpu.submit(call, collective.async, inputs, std::move(outputs), std::move(kept), [&](const cuda::Stream& stream) {
@@ -119,7 +113,7 @@ c10::intrusive_ptr<Work> ProcessGroupRing::submit_to_gpu(const Collective& colle
 template <class Run>
 c10::intrusive_ptr<Work> ProcessGroupRing::take_turn(const Collective& collective, const TensorList& inputs,
                                                      TensorList outputs, Run run) {
-  begin_call();
+  const CallLog::Call call = begin_call(collective);
   struct Task {
     c10::intrusive_ptr<CallWork> work;
     Engine& engine;
@@ -140,40 +134,38 @@ c10::intrusive_ptr<Work> ProcessGroupRing::take_turn(const Collective& collectiv
         fail("it failed for an unknown reason");
       }
     }
-
     // Before, between or after the engine's calls: the others must not wait for this rank, nor may it make the call
     // again.
     void fail(const char* why) {
       error = std::current_exception();
-      engine.fail(Error(
-          ErrorKind::system,
-          c10::str(name_of(work->retrieveOpType()), " number ", work->getSequencenumber(), " of the group: ", why),
-          engine.rank()));
+      const auto number = work->getSequencenumber();
+      engine.fail(Error(ErrorKind::system,
+                        c10::str(name_of(work->retrieveOpType()), " number ", number, " of the group: ", why),
+                        engine.rank()));
     }
   };
-  Task task{c10::make_intrusive<CallWork>(shared_, getRank(), collective.type, inputs, std::move(outputs)),
+  Task task{c10::make_intrusive<CallWork>(shared_, getRank(), call, inputs, std::move(outputs)),
             *running_->engine,
             std::move(run),
             {},
             {}};
   const auto work = task.work;
-  const auto begin = [&] { work->begin(count_call(collective), inputs); };
-  if (collective.async) {
-    const auto posted = std::make_shared<Task>(std::move(task));
-    work->set_turn(shared_->queue.post(
-        begin, [posted] { posted->attempt(); }, [posted] { posted->work->end(posted->error, posted->tally); }));
-    coalesce(work);
+  try {
+    if (collective.async) {
+      const auto posted = std::make_shared<Task>(std::move(task));
+      work->set_turn(shared_->queue.post([posted] { posted->attempt(); },
+                                         [posted] { posted->work->end(posted->error, posted->tally); }));
+      coalesce(work);
+      return work;
+    }
+    shared_->queue.run([&] { task.attempt(); });
+    if (task.error) std::rethrow_exception(task.error);
+    work->end(nullptr, task.tally);
     return work;
+  } catch (...) {
+    work->end(std::current_exception());
+    throw;
   }
-  {
-    CallQueue::Turn turn(shared_->queue);
-    begin();
-    turn.await();
-    task.attempt();
-  }
-  work->end(task.error, task.tally);
-  if (task.error) std::rethrow_exception(task.error);
-  return work;
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::submit(const Collective& collective, std::vector<Job> jobs) {
@@ -265,12 +257,11 @@ bool ProcessGroupRing::call_now(const Collective& collective, const at::Tensor& 
   const Buffers buffers{{{input_blocks.data(), ins}, {counts.data(), ins}},
                         {{output_blocks.data(), outs}, {counts.data(), outs}}};
 
-  begin_call();
-  CallQueue::Turn turn(shared_->queue);
   if (tells_autograd && !output.is_inference()) output.unsafeGetTensorImpl()->bump_version();
-  const CallLog::Call listed = count_call(collective);
+  const CallLog::Call listed = begin_call(collective);
   call.number = listed.sequence;
   CallLog& log = *shared_->log;
+  CallQueue::Turn turn(shared_->queue);
   const std::uint64_t id = log.begin(listed, input, output, turn.came());
   Tally tally;
   try {

@@ -276,7 +276,8 @@ void ProcessGroupRing::begin_call() {
   if (!described_.exchange(true, std::memory_order_relaxed)) shared_->log->describe(getGroupDesc());
 }
 
-CallLog::Call ProcessGroupRing::count_call(const Collective& collective) {
+CallLog::Call ProcessGroupRing::begin_call(const Collective& collective) {
+  begin_call();
   CallLog::Call call{.type = collective.type,
                      .sequence = ++collectives_,
                      .timeout = timeout_or_default(collective.timeout),

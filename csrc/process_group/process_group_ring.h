@@ -1,8 +1,8 @@
 // The torch.distributed backend "ringreduce": tensors and c10d options in, calls of the engine out.
 //
 // Every collective is the same list: check the arguments, describe the call, lay out the tensors (staging those that
-// are not contiguous), queue it, and give back a Work. What c10d may call from several threads is thread-safe; a
-// collective that begins while another thread is in one of the same group throws invalid_argument.
+// are not contiguous), queue it, and give back a Work. What c10d may call from several threads is thread-safe; but a
+// collective that begins while another thread is in one of the same group throws mismatch, and breaks the group.
 //
 // Synchronous calls (opts.asyncOp false) have ended when they return, and throw. The common ones return no Work, since
 // there is nothing left to wait for. Asynchronous ones run in the group's progress thread; their Work throws from
@@ -240,11 +240,10 @@ class ProcessGroupRing : public c10d::Backend {
   Tally sum_fused(const Fusion& fusion, std::vector<Job>& jobs, std::uint64_t number);
   Tally sum_sparse(const at::Tensor& tensor, const Collective& collective, std::uint64_t number);
   std::chrono::milliseconds timeout_or_default(std::chrono::milliseconds timeout) const;
-  // Begins a call: refuses it in a forked child, and names the group in the log.
+  // Begins a call: refuses it in a forked child, and names the group in the log. The second function also counts the
+  // call and returns its entry for the log.
   void begin_call();
-  // Counts a call and returns its entry for the log. The queue must have accepted it: other ranks do not count a call
-  // that is refused here.
-  CallLog::Call count_call(const Collective& collective);
+  CallLog::Call begin_call(const Collective& collective);
 
   const Settings settings_;
   std::shared_ptr<WorkSurroundings> shared_;

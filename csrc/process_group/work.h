@@ -30,7 +30,7 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 struct WorkSurroundings {
   std::shared_ptr<Engine> engine;
   std::shared_ptr<Mailbox> mailbox;  // null where messages are those of another backend
-  CallQueue queue{CallQueue::Callers::one};
+  CallQueue queue{[this](const Error& error) { engine->fail(Error(error.kind(), error.what(), engine->rank())); }};
   Completions completions;
   std::unique_ptr<CallLog> log;
   bool as_gloo = false;  // whether the program knows the group as one of Gloo, as profiles then do
@@ -75,21 +75,17 @@ class CallWork : public c10d::Work {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // The profiler is told of the inputs or, for want of any, outputs.
-  CallWork(std::shared_ptr<WorkSurroundings> surroundings, int rank, c10d::OpType type, const TensorList& inputs,
-           TensorList outputs)
-      : Work(rank, type, at::hasCallbacks() ? profiling_title(type, surroundings->as_gloo) : nullptr,
+  // The group's log is told of `call` and its tensors; so is the profiler, of the inputs or, for want of any, outputs.
+  CallWork(std::shared_ptr<WorkSurroundings> surroundings, int rank, const CallLog::Call& call,
+           const TensorList& inputs, TensorList outputs)
+      : Work(rank, call.type, at::hasCallbacks() ? profiling_title(call.type, surroundings->as_gloo) : nullptr,
              at::hasCallbacks() ? std::optional(inputs.empty() ? outputs : inputs) : std::nullopt),
         surroundings_(std::move(surroundings)),
+        sequence_(call.sequence),
+        log_id_(surroundings_->log->begin(call, inputs, outputs)),
         hooked_(surroundings_->hooked.load(std::memory_order_acquire)),
         timed_(hooked_ || surroundings_->timing),
         outputs_(std::move(outputs)) {}
-
-  // Nothing refuses the call any more: it has its number, and the group's log is told. Comes before all that follows.
-  void begin(const CallLog::Call& call, const TensorList& inputs) {
-    sequence_ = call.sequence;
-    log_id_ = surroundings_->log->begin(call, inputs, outputs_);
-  }
 
   // Its turn has come.
   void start() {
@@ -207,7 +203,7 @@ class CallWork : public c10d::Work {
 
   std::shared_ptr<WorkSurroundings> surroundings_;  // until the end
   const ForkMark fork_;
-  std::uint64_t sequence_ = 0, log_id_ = 0;
+  const std::uint64_t sequence_, log_id_;
   const bool hooked_, timed_;
   std::optional<std::size_t> turn_;  // of asynchronous calls
   Clock::time_point started_, ended_;
@@ -222,11 +218,9 @@ class MessageWork : public CallWork {
  public:
   MessageWork(std::shared_ptr<WorkSurroundings> surroundings, int rank, const CallLog::Call& call,
               const TensorList& tensors, std::shared_ptr<Message> message)
-      : CallWork(std::move(surroundings), rank, call.type, message->sends ? tensors : TensorList{},
+      : CallWork(std::move(surroundings), rank, call, message->sends ? tensors : TensorList{},
                  message->sends ? TensorList{} : tensors),
-        message_(std::move(message)) {
-    begin(call, message_->sends ? tensors : TensorList{});
-  }
+        message_(std::move(message)) {}
 
   bool wait(std::chrono::milliseconds timeout) override {
     const Nanoseconds patience = timeout == kNoTimeout ? kForever : nanoseconds(timeout);

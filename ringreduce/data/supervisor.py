@@ -46,7 +46,13 @@ def start(name: str, listener: socket.socket, terms: dict[str, Any], recipe: Rec
         opened.enter_context(theirs)
         starter = above_streams(os.pidfd_open(os.getpid()))
         opened.callback(os.close, starter)
-        pid = os.fork()
+        # A handler that ran within fork would run in both processes, and what it raised would be lost.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            if not (pid := os.fork()):
+                _leave_handlers()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         opened.pop_all()
     if pid:
         os.close(starter)
@@ -55,8 +61,6 @@ def start(name: str, listener: socket.socket, terms: dict[str, Any], recipe: Rec
         return ours, pid
     try:
         os.setsid()  # so it gets no signals of the terminal
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _become(TITLE, keep=(listener.fileno(), theirs.fileno()))
         torch.set_num_threads(1)
         gc.freeze()  # so that collections of garbage do not copy memory that is shared with the parent
@@ -68,6 +72,15 @@ def start(name: str, listener: socket.socket, terms: dict[str, Any], recipe: Rec
         sys.stderr.flush()
     finally:
         os._exit(0)
+
+
+def _leave_handlers() -> None:
+    """Signals for which the program has handlers are for the program, although a launcher may send them to all."""
+    for each in signal.valid_signals():
+        if callable(signal.getsignal(each)):
+            signal.signal(each, signal.SIG_IGN)
+    for each in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(each, signal.SIG_DFL)
 
 
 def _become(title: str, keep: Iterable[int]) -> None:

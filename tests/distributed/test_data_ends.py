@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -337,3 +338,40 @@ def reads_descriptor_0(me: Rank, path: Path) -> None:
 
 def test_a_file_of_the_dataset_may_have_the_number_of_a_closed_stream(tmp_path: Path) -> None:
     run(reads_descriptor_0, 1, tmp_path / "file")
+
+
+class Signals(Rows):
+    """A dataset that sends a signal to its server."""
+
+    def __getitem__(self, number: int) -> Any:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return super().__getitem__(number)
+
+
+def test_handlers_of_the_program_do_not_run_in_servers() -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("in the wrong process")
+
+    before = signal.signal(signal.SIGUSR1, fails)
+    try:
+        with Loader(Signals(10), Order(10, 10), timeout=10) as loader:
+            loader.get(0)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_an_interrupt_of_the_making_of_a_loader_is_not_lost() -> None:
+    def interrupts(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupts)
+    try:
+        for attempt in range(30):
+            with pytest.raises(KeyboardInterrupt):
+                signal.setitimer(signal.ITIMER_REAL, 0.0001 * (attempt + 1))
+                while True:
+                    Loader(Rows(10), Order(10, 10)).close()
+        with Loader(Rows(10), Order(10, 10)) as loader:
+            loader.get(0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
