@@ -31,7 +31,7 @@ class ThreadRank:
         if options.gpu_mode == "run":  # kernels that wait for each other must not come one after the other
             torch.cuda.set_stream(torch.cuda.Stream())
         resolved, _ = resolve(options)
-        with make._exchange(store, rank, list(range(size)), timeout, None) as exchange:
+        with make._exchange(store, rank, list(range(size)), timeout, None, "group") as exchange:
             self.backend = make.GroupSpec(exchange, "group", timeout, resolved).make()
         self.group = dist.ProcessGroup(store, rank, size)
         self.group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.CUSTOM, self.backend)
