@@ -121,9 +121,10 @@ def _stacked(samples: list[Any], laid_out: LaidOut, where: str) -> Any:
 
 def _check_dense(value: torch.Tensor, where: str = "") -> None:
     if value.is_quantized or value.layout != torch.strided:
+        what, instead = ("quantized", "dequantize()") if value.is_quantized else (value.layout, "to_dense()")
         raise ValueError(
-            f"the tensor{where and f' at {where}'} is {'quantized' if value.is_quantized else value.layout}; batches "
-            "have dense tensors: return its to_dense() or dequantize(), or its parts"
+            f"the tensor{where and f' at {where}'} is {what}; batches have dense tensors: return its {instead}, or its "
+            "parts"
         )
 
 

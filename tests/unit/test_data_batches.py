@@ -49,6 +49,8 @@ def test_mappings_are_stacked_by_their_keys() -> None:
 @pytest.mark.parametrize("whole", [False, True])
 def test_tensors_that_are_not_dense_are_refused(whole: bool) -> None:
     quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
-    for value, what in ((quantized, "quantized"), (torch.ones(3).to_sparse(), "torch.sparse_coo")):
-        with pytest.raises(ValueError, match=rf"the tensor.* is {what}; .* dequantize\(\)"):
+    sparse = torch.ones(3).to_sparse()
+    for value, what, instead in ((quantized, "quantized", "dequantize"), (sparse, "torch.sparse_coo", "to_dense")):
+        with pytest.raises(ValueError, match=rf"the tensor.* is {what}; .* return its {instead}\(\), or"):
             lay_out_whole({"x": value}) if whole else lay_out([{"x": value}])
+        lay_out([{"x": getattr(value, instead)()}])
