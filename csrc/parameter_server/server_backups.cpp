@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "core/error.h"
+#include "core/utf8.h"
 #include "parameter_server/server.h"
 
 namespace ringreduce::parameter_server {
@@ -66,8 +67,8 @@ void Server::tell(Port& port) {
   news.turn = backup != nullptr ? replica_.turn + 1 : replica_.turn;
   news.number = backup != nullptr ? header().backup.load(std::memory_order_relaxed) : replica_.number;
   news.capacity = backup != nullptr ? backup->capacity : replica_.blocks.capacity();
-  (backup != nullptr ? backup->name : name_).copy(news.name, News::kText - 1);
-  (backup != nullptr ? backup->address : address_).copy(news.address, News::kText - 1);
+  cut(backup != nullptr ? backup->name : name_, News::kText - 1).copy(news.name, News::kText);
+  cut(backup != nullptr ? backup->address : address_, News::kText - 1).copy(news.address, News::kText);
   const FileDescriptor mine = backup != nullptr ? FileDescriptor() : own_pidfd();
   const int given[] = {backup != nullptr ? backup->values_fd.get() : values(),
                        backup != nullptr ? backup->bell_fd.get() : bell(),
