@@ -17,6 +17,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Iterable
 from typing import Any
@@ -46,13 +47,7 @@ def start(name: str, listener: socket.socket, terms: dict[str, Any], recipe: Rec
         opened.enter_context(theirs)
         starter = above_streams(os.pidfd_open(os.getpid()))
         opened.callback(os.close, starter)
-        # A handler that ran within fork would run in both processes, and what it raised would be lost.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        try:
-            if not (pid := os.fork()):
-                _leave_handlers()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        pid = _fork()
         opened.pop_all()
     if pid:
         os.close(starter)
@@ -74,13 +69,34 @@ def start(name: str, listener: socket.socket, terms: dict[str, Any], recipe: Rec
         os._exit(0)
 
 
-def _leave_handlers() -> None:
-    """Signals for which the program has handlers are for the program, although a launcher may send them to all."""
+def _fork() -> int:
+    """`os.fork`, after which the program's handlers of signals run: Python drops what one raises within it.
+
+    The child has none of them. They are for the program, although a launcher may send signals to all processes.
+    """
+    came: list[int] = []
+
+    def deliver() -> None:
+        for each in reversed(came):
+            back.callback(signal.raise_signal, each)  # all, whatever the first one's handler raises
+
+    with contextlib.ExitStack() as back:
+        if threading.current_thread() is threading.main_thread():  # the one in which handlers run
+            back.callback(deliver)
+            for each in signal.valid_signals():
+                if callable(handler := signal.getsignal(each)):
+                    back.callback(signal.signal, each, handler)
+                    signal.signal(each, lambda number, _: came.append(number))
+        if not (pid := os.fork()):
+            back.pop_all()
+    if pid:
+        return pid
     for each in signal.valid_signals():
         if callable(signal.getsignal(each)):
             signal.signal(each, signal.SIG_IGN)
     for each in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(each, signal.SIG_DFL)
+    return 0
 
 
 def _become(title: str, keep: Iterable[int]) -> None:
