@@ -67,6 +67,7 @@ Outcome all_reduce(gpu::Group& group, const Lowered& plan, int size, int channel
                             .outputs = to.data(),
                             .reports = outcome.reports.data(),
                             .unlike = nullptr,
+                            .weighs = false,
                             .scaled = false,
                             .stepwise = random_int(random, 0, 2) == 0,
                             .threaded = random_int(random, 0, 1) == 0};

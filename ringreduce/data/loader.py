@@ -201,7 +201,7 @@ class Loader(Steps[Any]):
                 with contextlib.suppress(OSError):  # a program that another thread is just starting has a copy
                     self._supervisor.shutdown(socket.SHUT_RDWR)
             self._disconnect()
-        _reap()
+        supervisor.reap()
 
     def __enter__(self) -> Loader:
         return self
@@ -428,7 +428,7 @@ class Loader(Steps[Any]):
 
     def _has_joined(self, end: float) -> bool:
         """False if the supervisor ends just now, or another process starts one."""
-        _reap()
+        supervisor.reap()
         connection = connect(self._full_name)
         if is_new := connection is None:
             connection = self._started()
@@ -467,9 +467,7 @@ class Loader(Steps[Any]):
         """A connection to a new supervisor; None if another process starts one."""
         if (listener := listen(self._full_name)) is None:
             return None
-        connection, pid = supervisor.start(self._full_name, listener, self._terms, self._recipe)
-        _supervisors.append(pid)
-        return connection
+        return supervisor.start(self._full_name, listener, self._terms, self._recipe)
 
 
 def _welcome(connection: socket.socket) -> dict[str, Any]:
@@ -516,8 +514,6 @@ def _mapped(fd: int, size: int) -> Memory:
 _open: weakref.WeakSet[Loader] = weakref.WeakSet()
 _kept: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 """Connections of closed Loaders, to the servers whose batches are still held."""
-_supervisors: list[int] = []
-"""Processes that this one has started."""
 
 
 def _close_after_last(left: list[Key], connection: socket.socket) -> None:
@@ -527,20 +523,9 @@ def _close_after_last(left: list[Key], connection: socket.socket) -> None:
         connection.close()
 
 
-def _reap() -> None:
-    """Takes notice of supervisors that have ended."""
-    for pid in [*_supervisors]:
-        try:
-            over = os.waitpid(pid, os.WNOHANG)[0] == pid
-        except ChildProcessError:
-            over = True
-        if over:
-            _supervisors.remove(pid)
-
-
 def _close_in_child() -> None:
     """In a forked child: its parent's servers must not take it for the parent."""
-    _supervisors.clear()
+    supervisor.started.clear()
     for connection in _kept:
         connection.close()
     for loader in _open:

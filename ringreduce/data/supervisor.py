@@ -33,9 +33,12 @@ PR_SET_NAME, PR_SET_PDEATHSIG = 15, 1
 TITLE = "data supervisor"
 """How `ps` shows supervisors; servers are called "data server 0" and so on."""
 
+started: list[int] = []
+"""Processes that this one has forked, until `reap` finds that they have ended."""
 
-def start(name: str, listener: socket.socket, terms: dict[str, Any], recipe: Recipe) -> tuple[socket.socket, int]:
-    """Forks a supervisor, whose readers come to `listener`. Returns a connection to it, and its process.
+
+def start(name: str, listener: socket.socket, terms: dict[str, Any], recipe: Recipe) -> socket.socket:
+    """Forks a supervisor, whose readers come to `listener`. Returns a connection to it.
 
     `terms`: what all its readers must agree on; terms["servers"] is how many servers it keeps. If it cannot start them,
     it says so to this connection. Raises `OSError`.
@@ -53,7 +56,7 @@ def start(name: str, listener: socket.socket, terms: dict[str, Any], recipe: Rec
         os.close(starter)
         theirs.close()
         listener.close()
-        return ours, pid
+        return ours
     try:
         os.setsid()  # so it gets no signals of the terminal
         _become(TITLE, keep=(listener.fileno(), theirs.fileno()))
@@ -67,6 +70,17 @@ def start(name: str, listener: socket.socket, terms: dict[str, Any], recipe: Rec
         sys.stderr.flush()
     finally:
         os._exit(0)
+
+
+def reap() -> None:
+    """Takes notice of supervisors that have ended."""
+    for pid in [*started]:
+        try:
+            over = os.waitpid(pid, os.WNOHANG)[0] == pid
+        except ChildProcessError:
+            over = True
+        if over:
+            started.remove(pid)
 
 
 def _fork() -> int:
@@ -87,7 +101,9 @@ def _fork() -> int:
                 if callable(handler := signal.getsignal(each)):
                     back.callback(signal.signal, each, handler)
                     signal.signal(each, lambda number, _: came.append(number))
-        if not (pid := os.fork()):
+        if pid := os.fork():
+            started.append(pid)  # whatever a handler raises
+        else:
             back.pop_all()
     if pid:
         return pid

@@ -29,7 +29,7 @@ from bodies.data import open_files, servers_of, until
 from distributed.harness import Rank, Ranks
 from torch.utils.data import Subset
 
-from ringreduce.data import Loader, Order, loader
+from ringreduce.data import Loader, Order, supervisor
 from ringreduce.data.server import _seed
 from ringreduce.errors import InvalidArgument, SampleFailed, SystemFailure
 
@@ -173,8 +173,8 @@ class Reader:
     def kill(self) -> None:
         """A server, or a supervisor, that this process has started."""
         with contextlib.suppress(OSError, IndexError):
-            supervisor = self.draw.choice(loader._supervisors)
-            pids = [supervisor] if self.draw.random() < 0.3 else servers_of(supervisor)
+            victim = self.draw.choice(supervisor.started)
+            pids = [victim] if self.draw.random() < 0.3 else servers_of(victim)
             os.kill(self.draw.choice(pids), signal.SIGKILL)
 
     def close_beside(self) -> None:
@@ -226,7 +226,7 @@ def reads(me: Rank, seed: int, steps: int, run: str) -> Counter[str]:
     reader.held = None
     reader.close()
     gc.collect()
-    until(lambda: not (loader._reap() or loader._supervisors))
+    until(lambda: not (supervisor.reap() or supervisor.started))
     assert open_files() <= files + FILES_LOST, f"seed {seed}: {open_files()} files are open, and {files} were"
     return reader.did
 

@@ -24,7 +24,7 @@ from bodies.data import Noise, servers_of
 from bodies.elastic import start
 from distributed.harness import Rank, Ranks
 
-from ringreduce.data import Loader, Order, loader
+from ringreduce.data import Loader, Order, supervisor
 from ringreduce.data.server import _seed
 
 ORDER = Order(480, 12, seed=9)
@@ -56,8 +56,8 @@ def drawn(seed: int) -> Trial:
 def member(me: Rank, trial: Trial) -> tuple[list[float], list[float]]:
     """Returns how often each id was committed, and its augmentation."""
     with Loader(Noise(ORDER.n), ORDER, servers=2, name=trial.name) as reader:
-        if loader._supervisors:
-            me.store.set("supervisor", str(loader._supervisors[-1]))
+        if supervisor.started:
+            me.store.set("supervisor", str(supervisor.started[-1]))
         if me.rank == JOINER:
             me.store.get("come")
         world = start(me, FOUNDERS)

@@ -49,7 +49,7 @@ def comes_while_a_server_dies(me: Rank) -> None:
     """The supervisor sleeps until a server has died and a new reader has come. It sees the reader first."""
     rows, order, name = Rows(100), Order(100, 10), f"comes {os.getpid()}"
     with Loader(rows, order, name=name) as first:
-        parent, next_message = loader._supervisors[-1], loader.next_message
+        parent, next_message = supervisor.started[-1], loader.next_message
         os.kill(parent, signal.SIGSTOP)
         (server,) = servers_of(parent)
         os.kill(server, signal.SIGKILL)
@@ -133,13 +133,13 @@ class Ends(Rows):
 
 def dataset_exits(me: Rank) -> None:
     with Loader(Ends(20), Order(20, 5, shuffle=False)) as reader:
-        servers = servers_of(loader._supervisors[-1])
+        servers = servers_of(supervisor.started[-1])
         for step, number, message in ((0, 3, "SystemExit: this picture is broken"), (1, 8, "index out of bounds")):
             with pytest.raises(SampleFailed, match=rf"id {number}: (?s:.*){message}") as caught:
                 reader.get(step)
             assert caught.value.id == number
         assert reader.get(2)[:, 0].tolist() == [10, 11, 12, 13, 14]
-        assert servers_of(loader._supervisors[-1]) == servers, "a server has ended"
+        assert servers_of(supervisor.started[-1]) == servers, "a server has ended"
 
 
 def test_a_dataset_that_exits_is_an_error_with_its_id() -> None:
@@ -150,7 +150,7 @@ def held_after_the_end(me: Rank) -> None:
     """A Loader is closed, and one goes out of scope, while a third one of the name reads on."""
     rows, order, name = Rows(2000), Order(2000, 10), f"held {os.getpid()}"
     first, second, third = (Loader(rows, order, 2, name=name) for _ in range(3))
-    server, _ = servers_of(loader._supervisors[-1])
+    server, _ = servers_of(supervisor.started[-1])
     ours = files_of(os.getpid(), "socket")
     held = [first.get(0), first.get(1)[2:, :3], second.get(2)]
     expected = [each.clone() for each in held]
@@ -179,7 +179,7 @@ def leaves_no_zombies(me: Rank) -> None:
     """This process gets the processes that their parent has left, as a container's first process does."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     with Loader(Rows(100), Order(100, 10), 3):
-        parent = loader._supervisors[-1]
+        parent = supervisor.started[-1]
         until(lambda: len(servers_of(parent)) == 3)
         servers = servers_of(parent)
     until(lambda: not any(map(is_alive, [parent, *servers])))
@@ -264,7 +264,7 @@ def closes_beside(me: Rank) -> None:
         reader.close()
 
     in_threads([reads, closes])
-    until(lambda: not (loader._reap() or loader._supervisors))
+    until(lambda: not (supervisor.reap() or supervisor.started))
 
 
 def test_a_loader_may_be_closed_while_another_thread_reads() -> None:
@@ -288,7 +288,7 @@ def gives_pipes_up(me: Rank) -> None:
         os.close(pipe[1])
     os.read(ready[0], 1)
     with Loader(Rows(100), order, name=name) as reader:
-        assert not loader._supervisors, "the child's servers are not shared"
+        assert not supervisor.started, "the child's servers are not shared"
         assert ended(other[0]), "a server has kept a pipe"
         os.write(go[1], b"x")
         os.waitpid(pid, 0)
@@ -308,12 +308,12 @@ def test_servers_keep_no_pipe_open() -> None:
 def asks_without_reading(me: Rank) -> None:
     order = Order(100, 10)
     with Loader(Rows(100), order, timeout=20) as reader:
-        servers = servers_of(loader._supervisors[-1])
+        servers = servers_of(supervisor.started[-1])
         assert reader._supervisor is not None
         for _ in range(2000):
             reader._supervisor.send(WHERE)
         assert reader.get(1)[:, 0].tolist() == order.ids(1).tolist()
-        assert servers_of(loader._supervisors[-1]) == servers
+        assert servers_of(supervisor.started[-1]) == servers
 
 
 def test_a_reader_that_does_not_read_what_it_is_told_keeps_its_servers() -> None:
@@ -373,6 +373,7 @@ def test_a_handler_that_raises_while_a_loader_is_made_is_not_lost() -> None:
     try:
         with pytest.raises(KeyboardInterrupt):
             Loader(Rows(10), Order(10, 10))
+        os.waitpid(supervisor.started[-1], 0)  # it has noticed that it has no reader
         assert signal.getsignal(signal.SIGUSR2) is raises
     finally:
         signal.signal(signal.SIGUSR2, before)

@@ -189,7 +189,7 @@ def one_group_in_two_threads(me: Rank) -> None:
         calls: tuple[Callable[[], Any], ...] = (
             lambda: ringreduce.all_reduce(x, group=group),
             lambda: dist.all_reduce(x, group=group),
-            lambda: dist.all_reduce(x, group=group, async_op=True),
+            lambda: dist.all_reduce(x, group=group, async_op=True).wait(),
             lambda: dist.barrier(group),
         )
         for call in calls:
