@@ -11,7 +11,6 @@ counter, as a share of float32's. `--json` writes what the table shows, with the
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -113,9 +112,7 @@ def main() -> int:
             f"{row['most']:>7.2f} {row['bytes']:>7.3f}"
         )
     if args.json:
-        args.json.write_text(
-            json.dumps({"header": header, "settings": vars(args), "rows": rows}, default=str, indent=1)
-        )
+        harness.save(args.json, {"header": header, "settings": vars(args), "rows": rows})
     return 0
 
 

@@ -27,7 +27,6 @@ import argparse
 import contextlib
 import functools
 import gc
-import json
 import multiprocessing
 import os
 import signal
@@ -272,7 +271,7 @@ def main() -> int:
                 print(ranks, f"{1e3 * trip:.2f}", way, cells, file=sys.stderr, flush=True)
     Console(width=100).print(table)
     if args.json:
-        args.json.write_text(json.dumps({"header": harness.origin("elastic"), "rows": rows}, indent=1) + "\n")
+        harness.save(args.json, {"header": harness.origin("elastic"), "rows": rows})
     return 0
 
 

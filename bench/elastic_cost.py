@@ -12,7 +12,6 @@ divided by the second, the median over the rounds.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import statistics
@@ -118,7 +117,7 @@ def main() -> int:
             table.add_row(str(ranks), name, *cells, f"{ratio:.2f}")
     Console(width=110).print(table)
     if args.json:
-        args.json.write_text(json.dumps({"header": harness.origin("elastic_cost"), "rows": rows}, indent=1) + "\n")
+        harness.save(args.json, {"header": harness.origin("elastic_cost"), "rows": rows})
     return 0
 
 

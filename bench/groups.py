@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import multiprocessing
 import os
 import statistics
@@ -134,8 +133,7 @@ def main() -> int:
         table.add_row(*cells(row, args.backends))
     Console(width=140).print(table)
     if args.json:
-        report = {"header": harness.origin("groups"), "rows": rows}
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        harness.save(args.json, {"header": harness.origin("groups"), "rows": rows})
     return 0
 
 

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import gc
 import itertools
+import json
 import math
 import os
 import pickle
@@ -16,7 +17,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -271,6 +272,18 @@ class Result:
         return cls(
             timing.mean, algbw, algbw * bus_factor, wrong, timing.min, timing.median, timing.p99, timing.iterations
         )
+
+
+def save(path: Path, report: Mapping[str, Any]) -> None:
+    """Writes a report as JSON, each of its rows on a line."""
+
+    def lines(values: Iterable[str], indent: str) -> str:
+        return ",\n".join(indent + each for each in values)
+
+    text = {key: json.dumps(value, default=str) for key, value in report.items()}
+    text["rows"] = "[\n" + lines((json.dumps(row, default=str) for row in report["rows"]), "  ") + "\n ]"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{\n" + lines((f'"{key}": {value}' for key, value in text.items()), " ") + "\n}\n")
 
 
 def origin(benchmark: str) -> dict[str, Any]:

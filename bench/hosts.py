@@ -414,8 +414,7 @@ def main() -> int:
     wrong = sum(sum(row.wrong.values()) for row in rows)
     print(f"# {wrong} wrong elements")
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"header": header, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        harness.save(args.json, {"header": header, "rows": [asdict(row) for row in rows]})
         print(f"# JSON in {args.json}")
     return 1 if wrong else 0
 

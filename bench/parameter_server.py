@@ -20,7 +20,6 @@ ways end with different values.
 
 import argparse
 import functools
-import json
 import math
 import statistics
 import sys
@@ -172,7 +171,7 @@ def main() -> int:
         table.add_row(way, *(f"{row[way]:.4g} ({row[way] / row['push_pull']:.2f})" for row in rows))
     Console(width=140).print(table)
     if args.json:
-        args.json.write_text(json.dumps({"workers": args.workers, "optimizer": args.optimizer, "rows": rows}, indent=1))
+        harness.save(args.json, {"workers": args.workers, "optimizer": args.optimizer, "rows": rows})
     return 0
 
 

@@ -19,7 +19,6 @@ Exit code: 0, or 1 if pushed rows are not the sums.
 
 import argparse
 import contextlib
-import json
 import shutil
 import socket
 import statistics
@@ -238,7 +237,7 @@ def main() -> int:
         table.add_row(*(f"{row[name]:.3g}" for name in names), *(f"{ratio:.2f}" for ratio in ratios))
     Console(width=140).print(table)
     if args.json:
-        args.json.write_text(json.dumps({"workers": args.workers, "rows": found}, indent=1))
+        harness.save(args.json, {"workers": args.workers, "rows": found})
     return 0
 
 

@@ -481,11 +481,10 @@ def main() -> int:
 def write(args: argparse.Namespace, header: dict[str, Any], rows: Sequence[Row], notes: Sequence[str]) -> None:
     """The files asked for."""
     report = {"header": header, "rows": [asdict(row) for row in rows], "notes": list(notes)}
-    for path in filter(None, (args.json, args.plot)):
-        path.parent.mkdir(parents=True, exist_ok=True)
     if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        harness.save(args.json, report)
     if args.plot:
+        args.plot.parent.mkdir(parents=True, exist_ok=True)
         import plot
 
         plot.draw_peers(report, args.plot)

@@ -16,7 +16,6 @@ import argparse
 import dataclasses
 import importlib.util
 import itertools
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -345,10 +344,10 @@ def main() -> int:
 def write(header: dict[str, Any], rows: list[Row], texts: list[str], args: argparse.Namespace) -> None:
     """The files asked for, each announced."""
     report = {"header": header, "rows": [dataclasses.asdict(row) for row in rows]}
-    for path in filter(None, (args.json, args.table, args.plot)):
+    for path in filter(None, (args.table, args.plot)):
         path.parent.mkdir(parents=True, exist_ok=True)
     if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        harness.save(args.json, report)
     if args.table:
         args.table.write_text("\n".join(texts) + "\n")
     if args.plot:

@@ -26,7 +26,6 @@ token with a cache of keys and values. A step is a token.
 import argparse
 import dataclasses
 import importlib.util
-import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -335,9 +334,8 @@ def main() -> int:
     print(HEADER, flush=True)
     found = harness.start_ranks(args.ranks, measure, args)
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
         report = {"header": header, "rows": [dataclasses.asdict(row) for row in found]}
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        harness.save(args.json, report)
         print(f"# JSON in {args.json}")
     return 0
 

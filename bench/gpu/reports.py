@@ -71,9 +71,8 @@ class Report:
 
     def _save(self) -> None:
         if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             unfinished = self.path.with_suffix(".unfinished")
-            unfinished.write_text(json.dumps(self.found, indent=1) + "\n")
+            harness.save(unfinished, self.found)
             unfinished.replace(self.path)
 
 
