@@ -330,7 +330,7 @@ stress:
 # of memory that this one forbids. Left out: `life`, since QEMU knows no list of robust futexes, and links:thread, since it
 # heeds no limit of memory.
 AARCH64_SCENARIOS := malformed_plans interpreter collectives queue faults messages hosts $(addprefix links:,data twice \
-  numbers sleep latest death blocking) segment peers arena parameter_server backups mixed
+  numbers sleep latest death blocking) segment arena parameter_server backups mixed
 aarch64:
 	@command -v $(AARCH64)g++ qemu-aarch64 >/dev/null || \
 	  { echo "error: apt-get install g++-aarch64-linux-gnu qemu-user" >&2; exit 2; }

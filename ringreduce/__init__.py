@@ -43,7 +43,7 @@ __all__ = [name for name, module in _MODULE_OF.items() if module != __name__]
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULE_OF})
+    return sorted({*(name for name in globals() if name.startswith("__")), *_MODULE_OF})
 
 
 def __getattr__(name: str) -> Any:

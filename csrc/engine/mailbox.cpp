@@ -26,9 +26,7 @@ Error own(const Error& error) { return Error(error.kind(), std::string(error.wha
 }  // namespace
 
 Mailbox::Mailbox(std::shared_ptr<Team> team, const Patience& patience)
-    : team_(std::move(team)), patience_(patience), peers_(static_cast<std::size_t>(team_->size())) {
-  for (int r = 0; r < team_->size(); ++r) peers_[static_cast<std::size_t>(r)].here = bool(team_->region(r));
-}
+    : team_(std::move(team)), patience_(patience), peers_(static_cast<std::size_t>(team_->size())) {}
 
 Mailbox::~Mailbox() { stop(Error(ErrorKind::aborted, "the group was destroyed before the message was done")); }
 
@@ -62,9 +60,6 @@ void Mailbox::post(const std::shared_ptr<Message>& message) {
     std::lock_guard lock(mutex_);
     team_->fate().throw_if_aborted();
     if (stopping_) throw Error(ErrorKind::aborted, "the group has been shut down");
-    if (message->peer != kAnySource && !peers_[static_cast<std::size_t>(message->peer)].here)
-      throw Error(ErrorKind::peer_lost, title(*message) + ": " + team_->fate().number(message->peer) + " is not there",
-                  message->peer);
     try {
       // Before anything moves: a message cannot be withdrawn once part of it has.
       if (!driver_.joinable()) driver_ = start_thread([this] { drive(); });
@@ -139,24 +134,6 @@ void Mailbox::drive() {
   }
 }
 
-void Mailbox::admit(int rank) {
-  std::lock_guard lock(mutex_);
-  peers_[static_cast<std::size_t>(rank)].here = true;
-}
-
-void Mailbox::dismiss(int rank, const Error& error) {
-  std::vector<std::shared_ptr<Message>> finished;
-  {
-    std::lock_guard lock(mutex_);
-    const auto snapshot = all_;
-    for (const auto& m : snapshot)
-      if (m->peer == rank) withdraw(m, own(error));
-    peers_[static_cast<std::size_t>(rank)] = Peer();
-    finished.swap(finished_);
-  }
-  finish(std::move(finished));
-}
-
 void Mailbox::stop(const Error& error) {
   std::thread ending;
   std::vector<std::shared_ptr<Message>> finished;
@@ -189,11 +166,10 @@ void Mailbox::check() {
   while (progress()) {  // what they sent before they went still counts
   }
   const Nanoseconds t = now(), still = standstill_.before(t);
-  const auto here = std::count_if(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.here; });
   const auto snapshot = all_;
   for (const auto& m : snapshot) {
     const bool peer_gone = m->peer != kAnySource && std::find(gone.begin(), gone.end(), m->peer) != gone.end();
-    const bool all_gone = m->peer == kAnySource && !gone.empty() && std::ssize(gone) + 1 == here;
+    const bool all_gone = m->peer == kAnySource && !gone.empty() && std::ssize(gone) + 1 == team_->size();
     std::optional<Error> error;
     m->posted = std::min(m->posted + still, t);
     if (aborted) {
@@ -204,7 +180,7 @@ void Mailbox::check() {
           Error(ErrorKind::peer_lost,
                 title(*m) + ": " + team_->fate().describe(culprit) + " " + team_->fate().how_gone(culprit), culprit);
       // Others may wait for this rank, which is told to give up.
-      if (team_->fate().is_fatal(culprit)) team_->fate().abort(*error);
+      team_->fate().abort(*error);
     } else if (t - m->posted >= m->timeout) {
       const std::string whom =
           m->peer == kAnySource ? "any rank" : team_->fate().describe(m->peer) + team_->way_to(m->peer);
@@ -240,7 +216,7 @@ bool Mailbox::progress() {
   try {
     for (int r = 0; r < team_->size(); ++r) {
       Peer& peer = peers_[static_cast<std::size_t>(r)];
-      if (r == team_->rank() || !peer.here) continue;
+      if (r == team_->rank()) continue;
       while (send_some(r, peer)) moved = true;
       while (receive_some(r, peer)) moved = true;
     }

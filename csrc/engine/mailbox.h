@@ -65,10 +65,6 @@ class Mailbox {
   void post(const std::shared_ptr<Message>& message);
   // Ends when the message is done; throws its error. Throws timeout when `patience` is over; the message lives on then.
   void wait(const std::shared_ptr<Message>& message, Nanoseconds patience = kForever);
-  // There is a new peer in the team; at first, all are known that are there.
-  void admit(int rank);
-  // A peer is to be dropped from the team: ends its messages with `error`, and looks at it no more.
-  void dismiss(int rank, const Error& error);
   // Ends all pending messages with `error`, and the thread. Idempotent.
   void stop(const Error& error);
 
@@ -91,7 +87,6 @@ class Mailbox {
     std::shared_ptr<Message> receive;  // or the receive it goes to
   };
   struct Peer {
-    bool here = false;
     std::uint64_t sent = 0, received = 0;  // slots
     std::deque<std::shared_ptr<Message>> sends;
     std::map<int, Fastest<2>> ways;   // Copy, by the bytes in a slot up to a factor of two

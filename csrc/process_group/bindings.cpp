@@ -295,7 +295,7 @@ c10::intrusive_ptr<Group> make_group(const py::kwargs& given) {
   auto members = from_keywords<Members>(given);
   members.warn = [](const std::string& text) { TORCH_WARN(text); };
   members.group = {members.settings.name, members.settings.job};
-  return c10::make_intrusive<Group>(team_of(members), std::move(members.settings));
+  return c10::make_intrusive<Group>(Team::of(members), std::move(members.settings));
 }
 
 void bind_roster(py::module_& m) {

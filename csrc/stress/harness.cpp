@@ -87,7 +87,7 @@ Group::Group(int size, std::uint32_t depth, std::uint32_t slot_bytes, const std:
       roster.arenas.push_back(host_of(peer) == host_of(r) ? dup(arenas[static_cast<std::size_t>(peer)]->descriptor())
                                                           : -1);
     }
-    ranks.push_back(std::make_unique<Rank>(team_of(std::move(roster)), arenas[static_cast<std::size_t>(r)]));
+    ranks.push_back(std::make_unique<Rank>(Team::of(std::move(roster)), arenas[static_cast<std::size_t>(r)]));
   }
   for (const int memfd : memfds) close(memfd);
   for (int r = 0; r < size && linked; ++r)

@@ -90,7 +90,6 @@ void stress_life_mark();
 // then writes to the descriptor `ready`.
 [[noreturn]] void hold_life_marks(int memfd, int removed, int ready);
 void stress_arena(const std::string& only = "");
-void stress_peers();
 void stress_parameter_server();
 void stress_parameter_server_backups();
 void stress_mixed(int seconds);

@@ -31,7 +31,6 @@ constexpr Scenario kScenarios[] = {
     {"links", nullptr, stress_links},
     {"segment", nullptr, stress_segment},
     {"life", stress_life_mark},
-    {"peers", stress_peers},
     {"arena", nullptr, stress_arena},
     {"parameter_server", stress_parameter_server},
     {"backups", stress_parameter_server_backups},

@@ -23,10 +23,10 @@ void refuses_sizes() {
   const auto before = open();
   for (const Geometry& wrong : {Geometry{.ranks = 0}, Geometry{.ranks = 2, .depth = 3}, Geometry{.slot_bytes = 7}})
     check(error_of([&] {
-            team_of({.memfd = memfd_create("stress", MFD_CLOEXEC),
-                     .geometry = wrong,
-                     .names = std::vector<RankName>(2),
-                     .pidfds = {eventfd(0, 0), eventfd(0, 0)}});
+            Team::of({.memfd = memfd_create("stress", MFD_CLOEXEC),
+                      .geometry = wrong,
+                      .names = std::vector<RankName>(2),
+                      .pidfds = {eventfd(0, 0), eventfd(0, 0)}});
           }).kind() == ErrorKind::invalid_argument,
           "segment: sizes are not refused as arguments");
   check(open() == before, "segment: descriptors are left where sizes are refused");

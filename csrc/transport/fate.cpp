@@ -18,8 +18,6 @@ void Fate::watch(int rank, Watched watched) {
   entries_[static_cast<std::size_t>(rank)] = Entry{std::move(watched), false, "", 0};
 }
 
-void Fate::forget(int rank) { watch(rank, {}); }
-
 void Fate::lost(int rank, const std::string& why) {
   std::lock_guard lock(mutex_);
   Entry& entry = entries_[static_cast<std::size_t>(rank)];
@@ -49,7 +47,7 @@ std::vector<int> Fate::find_gone(bool left, bool ending) const {
   std::vector<int> result;
   for (std::size_t r = 0; r < entries_.size(); ++r) {
     const Entry& entry = entries_[r];
-    if (!entry.region || static_cast<int>(r) == rank_) continue;
+    if (static_cast<int>(r) == rank_) continue;
     const RankControl& control = entry.region.control();
     if (polled[r].revents != 0 || entry.lost || (left && control.has_left()) || (ending && control.life.ends()))
       result.push_back(static_cast<int>(r));
@@ -60,18 +58,13 @@ std::vector<int> Fate::find_gone(bool left, bool ending) const {
 // With the lock held.
 std::string Fate::words(int rank) const {
   const Entry& entry = at(rank);
-  if (!entry.region || entry.region.control().has_left()) return "left the group";
+  if (entry.region.control().has_left()) return "left the group";
   return entry.elsewhere ? "is out of reach: " + entry.why : "died";
 }
 
 std::string Fate::how_gone(int rank) const {
   std::lock_guard lock(mutex_);
   return words(rank);
-}
-
-bool Fate::is_fatal(int rank) const {
-  std::lock_guard lock(mutex_);
-  return at(rank).fatal;
 }
 
 void Fate::abort(const Error& error, int reporter) {
@@ -117,9 +110,8 @@ void Fate::throw_if_aborted() const {
 std::optional<Error> Fate::death_of(int rank, std::optional<std::uint64_t> call) {
   std::lock_guard lock(mutex_);
   Entry& entry = entries_[static_cast<std::size_t>(rank)];
-  if (!entry.region || !entry.fatal) return std::nullopt;
   const RankControl& control = entry.region.control();
-  if (control.has_left()) return std::nullopt;  // that is the affair of those who still want something from it
+  if (control.has_left()) return std::nullopt;
   if (call && (entry.elsewhere || control.completed.load(std::memory_order_acquire) >= *call)) {
     if (entry.found_dead == 0) entry.found_dead = now();
     if (now() - entry.found_dead < kGrace) return std::nullopt;

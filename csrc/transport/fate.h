@@ -1,8 +1,7 @@
 // The fate of a team: its first fatal error, the peers that have gone, and the rank that is to blame.
 //
-// Peers are watched one by one, and come and go while others stay. Each peer is marked `fatal` or not when it is added.
-// The end of a fatal peer is the error of the whole team: every peer of a group of collectives is fatal, no peer of a
-// parameter server is. The end of any other peer is an error only of calls that still need it; they find it in gone().
+// The end of a peer's process is the error of the whole team. Leaving is no failure: a call that still waits for a rank
+// that left finds it in gone().
 //
 // Thread-safe.
 #pragma once
@@ -64,10 +63,8 @@ class Fate {
     Region region;
     FileDescriptor pidfd = FileDescriptor();  // becomes readable when its process ends; none: not watched
     bool elsewhere = false;                   // its end is told by lost()
-    bool fatal = true;                        // its end is the team's
   };
   void watch(int rank, Watched watched);
-  void forget(int rank);
   // A peer on another host is out of reach.
   void lost(int rank, const std::string& why);
 
@@ -84,8 +81,6 @@ class Fate {
   std::vector<int> silent() const { return find_gone(true, false); }
   // Which of these it is, in words: "died", "left the group", "is out of reach: Connection reset by peer (...)".
   std::string how_gone(int rank) const;
-  // Whether the end of this rank is the team's.
-  bool is_fatal(int rank) const;
 
   // Makes `error` the team's fatal error, unless there is one already, and wakes everybody. `reporter`: who found it,
   // if it was not this rank.
@@ -131,7 +126,7 @@ class Fate {
   const int rank_;
   const std::function<void()> spread_;
   mutable std::mutex mutex_;
-  std::vector<Entry> entries_;  // by rank; without a region: nobody is there
+  std::vector<Entry> entries_;  // by rank
 };
 
 }  // namespace ringreduce

@@ -25,13 +25,6 @@ Links::Links(int rank, const Layout& layout, Region own, Fate& fate, Connect con
 
 void Links::admit(int peer, Region mirror) { mirrors_[static_cast<std::size_t>(peer)] = mirror; }
 
-void Links::drop(int peer) {
-  std::lock_guard lock(telling_);  // or a frame could be sent to a peer that has just been dropped
-  connections_.drop(peer);
-  mirrors_[static_cast<std::size_t>(peer)] = Region();
-  told_error_[static_cast<std::size_t>(peer)] = false;
-}
-
 void Links::reach(std::span<const int> peers, Nanoseconds timeout) {
   Nanoseconds deadline = now() + timeout;
   Standstill standstill;

@@ -38,8 +38,6 @@ class Links final : private Connections::User {
 
   // From now on a peer may be connected; what it shows is kept in `mirror`.
   void admit(int peer, Region mirror);
-  // Closes its connections, and touches its mirror no more.
-  void drop(int peer);
 
   // See Connections, which has these.
   void add(int peer, int socket, std::string path) { connections_.add(peer, socket, std::move(path)); }

@@ -111,15 +111,6 @@ void Region::populate(int channel, std::uint64_t seq, std::size_t bytes) const {
 #endif
 }
 
-void Region::forget(int rank, int channels) const {
-  for (std::uint64_t seq = 0; seq < mailbox_depth_; ++seq) {
-    message(rank, seq).stamp = 0;
-    message(rank, seq).consumed = 0;
-  }
-  for (int channel = 0; channel < channels; ++channel)
-    for (std::uint64_t seq = 0; seq < depth_; ++seq) acknowledgement(rank, channel, seq) = 0;
-}
-
 void Doorbell::ring() {
   rings.fetch_add(1, std::memory_order_seq_cst);
   wake_all_on(rings);

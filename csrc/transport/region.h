@@ -222,8 +222,6 @@ class Region {
     const std::size_t index = static_cast<std::size_t>(destination) * mailbox_depth_ + (seq & (mailbox_depth_ - 1));
     return *reinterpret_cast<MessageHeader*>(mailboxes_ + index * mailbox_slot_);
   }
-  // Makes the mailbox for a rank, and the acknowledgements of its slots, as new: for another one in its place.
-  void forget(int rank, int channels) const;
 
  private:
   std::byte* base_ = nullptr;
