@@ -34,7 +34,7 @@ help:
 	@echo 'make compilers csrc without torch through every g++-N and clang++-N on PATH, for their warnings'
 	@echo 'make stress    the engine without torch, under ThreadSanitizer and AddressSanitizer/UBSan'
 	@echo 'make cuda      compile the GPU kernels, check their registers and loads; WRITE=1: write the table anew'
-	@echo 'make gpu       on a machine with a GPU: builds without downloads, tests, measures; docs/gpu_proof.md lists its parts'
+	@echo 'make gpu       on a machine with a GPU: builds without downloads, tests, measures; docs/gpu.md lists its parts'
 	@echo '               PART=probe: only this part, or several; RESULTS=DIR: where its findings go (build/gpu);'
 	@echo '               STAND_IN=1: on a stand-in for a GPU, which tests no more than the script'
 	@echo 'make gpu-bundle  the compiled kernels, to be carried to a machine with a GPU'

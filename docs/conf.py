@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import html
 import os
 import re
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 from docutils import nodes
 from docutils.statemachine import StringList
 from sphinx.application import Sphinx
+from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,6 +48,8 @@ extensions = ["myst_parser", "sphinx.ext.autodoc"]
 html_theme = "furo"
 html_title = f"ringreduce {release}"
 html_show_sourcelink = False
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
@@ -117,7 +121,7 @@ class Generated(SphinxDirective):
 def cell(text: str) -> str:
     """Text of the code as a cell: quoted words as code, pages as links."""
     text = re.sub(r"(?<!\w)'([^']*)'(?!\w)", r"`\1`", text.replace("|", r"\|"))
-    return re.sub(r"docs/(\w+)\.md", r"[\1](../\1.md)", text)
+    return re.sub(r"docs/(\w+)\.md", r"[](../\1.md)", text)
 
 
 class OptionsTable(Generated):
@@ -164,7 +168,22 @@ class CommandLine(Generated):
         return self.markdown(lines)
 
 
+OF_SPHINX = {"search", "genindex", "py-modindex"}
+
+
+def no_page_is_lost(app: Sphinx, failure: Exception | None) -> None:
+    """Sphinx writes pages of its own after ours, without a word where one of ours has the name."""
+    if failure or app.builder.name != "html":
+        return
+    for name in sorted(app.env.found_docs):
+        heading = re.search("<h1>(.*?)<a ", Path(app.builder.get_outfilename(name)).read_text(), re.DOTALL)
+        title = app.env.titles[name].astext()
+        if name in OF_SPHINX or heading is None or html.unescape(re.sub("<.*?>", "", heading[1])) != title:
+            logging.getLogger(__name__).warning("docs/%s.md, %r, is not in the site: rename the page", name, title)
+
+
 def setup(app: Sphinx) -> None:
+    app.connect("build-finished", no_page_is_lost)
     app.connect("autodoc-process-docstring", as_rst)
     app.connect("autodoc-process-signature", short_names)
     app.add_directive("options-table", OptionsTable)

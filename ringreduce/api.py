@@ -1,4 +1,4 @@
-"""Direct calls: the collectives on torch tensors and NumPy arrays, without `torch.distributed`'s dispatch.
+"""The collectives on torch tensors and NumPy arrays, without `torch.distributed`'s dispatch.
 
 Each function takes the same arguments as its namesake in `torch.distributed`, by the same names and in the same order.
 It works in place in the same way. It returns None or, with `async_op`, a `Work` to `wait()` for. `group` is a process

@@ -1,4 +1,4 @@
-"""Training that goes on when ranks die, and that lets fresh processes join. docs/elastic_promises.md has the promises.
+"""Training that goes on when ranks die, and that lets fresh processes join. docs/elastic.md has the promises.
 
     world = elastic.start(least=2)                       # instead of init_process_group
     model = DDP(net, init_sync=False)

@@ -1,6 +1,6 @@
 """Which algorithm GPUs run for which size, where neither the user's rules nor a topology say.
 
-The numbers are estimates: nothing of this has been measured on a GPU. docs/gpu_rules.md has the model
+The numbers are estimates: nothing of this has been measured on a GPU. docs/gpu.md has the model
 that the formulas below come from.
 """
 

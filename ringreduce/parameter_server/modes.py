@@ -1,6 +1,6 @@
 """The modes of a key: `sync`, `asynchronous` and `ssp` say when pushes become updates, and what a pull may miss.
 
-docs/parameter_server_modes.md has the semantics.
+docs/parameter_server.md has the semantics.
 """
 
 from __future__ import annotations

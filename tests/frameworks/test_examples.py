@@ -38,9 +38,9 @@ def program_of(page: str, folder: Path) -> Path:
 
 
 def test_the_first_program(tmp_path: Path) -> None:
-    """Both ranks print both sums, and the group ends without a warning."""
-    output = torchrun(str(program_of("docs/first.md", tmp_path)))
-    assert [output.count(f"tensor([{value}., {value}., {value}., {value}.])") for value in (3, 6)] == [2, 2]
+    """Both ranks print the sum, and the group ends without a warning."""
+    output = torchrun(str(program_of("README.md", tmp_path)))
+    assert output.count("tensor([3., 3., 3., 3.])") == 2
     assert "destroy_process_group" not in output
 
 

@@ -33,7 +33,6 @@ from ringreduce.plan import across_hosts
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 BEFORE = {
-    "docs/first.md: ringreduce.all_reduce(x, out=y)": "dist.init_process_group('ringreduce'); y = torch.empty(4)",
     "docs/memory.md: model = MyModel()": """
 def MyModel():
     model = torch.nn.Linear(1000, 1000)
@@ -48,6 +47,7 @@ folder = "."
 """,
     "docs/training.md: fullgraph=True": """
 import functools
+dist.init_process_group("ringreduce")
 torch.compile = functools.partial(torch.compile, backend="aot_eager")  # the C++ compiler takes long
 """,
     "docs/elastic.md: agreed = ringreduce.agree()": """
@@ -81,7 +81,7 @@ NOT_HERE = {
     "docs/parameter_server.md: .follow(policy": "parameter_server/test_readers.py follows a model",
     "docs/parameter_server_running.md: workers=8": "needs several hosts: parameter_server/test_serve.py",
     "docs/parameter_server_running.md: @ray.remote": "needs Ray: test_ecosystem.py",
-    "docs/search.md: from ray import tune": "needs Ray: test_ecosystem.py",
+    "docs/hyperparameter_search.md: from ray import tune": "needs Ray: test_ecosystem.py",
     "docs/parameter_server_running.md: kv.snapshot(": "parameter_server/test_documentation.py saves with it",
     "docs/parameter_server_running.md: kv.restore(": "parameter_server/test_documentation.py restores with it",
 }
@@ -152,6 +152,23 @@ def test_blocks_say_their_language(page: Path) -> None:
         assert language, f"{block.page}:{block.line}: write ```python, ```bash or ```text"
         looks_like_python = re.search(r"^(import \w+|from \w+ import|\w+ = \w+\.\w+\(|dist\.)", block.code, re.M)
         assert language in ("python", "{eval-rst}") or not looks_like_python, f"{block.page}:{block.line} is Python"
+
+
+def test_readme_has_the_groups_of_the_site() -> None:
+    """In the same words and order; each link has the title of its page, which the site lists in that group."""
+    index, readme = (ROOT / "docs/index.md").read_text(), (ROOT / "README.md").read_text()
+    site = dict(re.findall(r"```{toctree}\n:caption: (.+)\n:hidden:\n\n([^`]+)", index))
+    rows = re.findall(r"^\| \*\*(.+)\*\* \| (.+) \|$", readme.partition("## Where to read on")[2], re.M)
+    assert [group for group, _ in rows] == list(site)
+    for group, links in rows:
+        for text, target in re.findall(r"\[(.+?)\]\((.+?)\)", links):
+            assert (ROOT / target).read_text().startswith(f"# {text}\n")
+            assert not target.startswith("docs/") or target[5:-3] in site[group].split(), target
+
+
+def test_links_say_what_they_lead_to() -> None:
+    for page in PAGES:
+        assert re.findall(r"\[`?[\w/]+\.md`?\]\(", page.read_text()) == [], page
 
 
 @pytest.mark.parametrize("page", sorted(ROOT.glob("*.md")), ids=lambda page: page.name)

@@ -38,7 +38,7 @@ store. So each of several servers goes through worlds that are searched here, wi
 `Group` has several servers, with that lock, and is searched where it is small.
 
 The workers push and pull over TCP, in `asynchronous`. What a worker reads in the memory of a server on its own host may
-be older when that host is cut off (docs/parameter_server_modes.md), and is not searched.
+be older when that host is cut off (docs/parameter_server.md), and is not searched.
 """
 
 from __future__ import annotations
