@@ -83,7 +83,7 @@ def as_rst(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: l
             line = "- " + line
         elif inside == "argument" and line:
             line = "  " + line.strip()
-        begins, ends = argument, not argument and inside == "" and line
+        begins, ends = argument, not argument and inside == "" and not line.startswith((" ", "- ")) and line
         if made and (
             (begins and not made[-1].startswith(("- ", "  "))) or (ends and made[-1].startswith(("- `", "  ")))
         ):
@@ -128,7 +128,7 @@ class OptionsTable(Generated):
     """Every field of `ringreduce.Options` with its variable, then the other variables."""
 
     def run(self) -> list[nodes.Node]:
-        rows = ["| option, variable | default | values | what it is |", "|---|---|---|---|"]
+        rows = ["| option, variable | values (default) | what it is |", "|---|---|---|"]
         for knob in fields(config.Options):
             default, allowed = knob.metadata["default"], knob.metadata["allowed"]
             of_bytes = knob.name.endswith("_bytes")
@@ -138,10 +138,11 @@ class OptionsTable(Generated):
                 values = ", ".join(f"`{word}`" for word in allowed)
             else:
                 values = " to ".join(size(number) if of_bytes else f"{number:,}" for number in allowed)
-            shown = "" if default == "" else f"`{size(default) if of_bytes else default}`"
+            if default != "":
+                values += f" (`{size(default) if of_bytes else default}`)"
             variable = config.PREFIX + knob.name.upper()
-            rows.append(f"| `{knob.name}` `{variable}` | {shown} | {values} | {cell(knob.metadata['help'])} |")
-        rows += [f"| `{name}` | | text | {cell(help)} |" for name, help in config.OTHER_VARIABLES.items()]
+            rows.append(f"| `{knob.name}` `{variable}` | {values} | {cell(knob.metadata['help'])} |")
+        rows += [f"| `{name}` | text | {cell(help)} |" for name, help in config.OTHER_VARIABLES.items()]
         return self.markdown(rows)
 
 

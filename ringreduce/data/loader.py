@@ -77,8 +77,8 @@ class Loader(Steps[Any]):
     """Batches of a dataset, prepared by server processes that all ranks of a host can share.
 
         order = data.Order(len(dataset), batch=256)
-        loader = data.Loader(dataset, order, servers=2, name="digits")   # before threads and init_process_group
-        images, labels = loader.get(step)                                # this rank's part of the step's batch
+        loader = data.Loader(dataset, order, servers=2, name="digits")   # before init_process_group
+        images, labels = loader.get(step)                                # this rank's part
 
     Loaders of the same name share the servers, which are started once and end with the last of these Loaders. They are
     of one host and user and, unless the name begins with "/", of one job. A batch that several of them read is prepared

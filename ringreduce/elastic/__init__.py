@@ -1,10 +1,10 @@
 """Training that goes on when ranks die, and that lets fresh processes join. docs/elastic.md has the promises.
 
-    world = elastic.start(least=2)                       # instead of init_process_group
+    world = elastic.start(least=2)            # instead of init_process_group
     model = DDP(net, init_sync=False)
     state = world.state(model=model, optimizer=optimizer, step=0)    # what a joiner receives
     while state.step < 10_000:
-        loss = world.attempt(backward)                   # returns on all members or on none; if on none, it runs again
+        loss = world.attempt(backward)        # returns on all members, or runs it again on all
         optimizer.step()
         state.step += 1
     world.leave()
