@@ -143,7 +143,10 @@ class OptionsTable(Generated):
             variable = config.PREFIX + knob.name.upper()
             rows.append(f"| `{knob.name}` `{variable}` | {values} | {cell(knob.metadata['help'])} |")
         rows += [f"| `{name}` | text | {cell(help)} |" for name, help in config.OTHER_VARIABLES.items()]
-        return self.markdown(rows)
+        made = self.markdown(rows)
+        for table in made:
+            table["classes"].append("options")  # of site.css
+        return made
 
 
 def size(count: int) -> str:
