@@ -29,6 +29,7 @@ from ringreduce.topology.draw.style import (
     rank_label,
     save,
     sheet,
+    spoken,
 )
 from ringreduce.topology.graph import FABRIC, LinkGraph, Node, NodeKind
 
@@ -61,10 +62,10 @@ Point = tuple[float, float]
 
 
 class Places(NamedTuple):
-    """Of nodes in a picture, which is from -extent to extent both ways, y upwards."""
+    """Of nodes in a picture, and of the circles of hosts, whose radius is `DISC`; y upwards."""
 
     at: dict[str, Point]
-    extent: float
+    centre: dict[int, Point]
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,8 @@ class _Scene:
     strands: Sequence[_Strand]
     outside: bool
     """Whether PCIe, memory and CPUs are part of the picture: not where accelerators' own links do it all."""
+    nics: bool = False
+    """Whether NICs are."""
     at: dict[str, Point] = field(default_factory=dict)
     centre: dict[int, Point] = field(default_factory=dict)
     """Of each host's circle."""
@@ -209,12 +212,12 @@ def _needs_more(graph: LinkGraph, names: Sequence[str], strands: Sequence[_Stran
 
 
 def places(graph: LinkGraph, names: Sequence[str], rings: Sequence[Ring], trees: Sequence[WeightedTree]) -> Places:
-    """Where `machine` draws the ranks `names` and all that they are linked through, and how far the picture extends."""
+    """Where `machine` draws the ranks `names` and all that they are linked through."""
     order = [names[rank] for rank in rings[0].order] if rings else list(names)
-    scene = _Scene(graph, order, (), outside=True)
+    scene = _Scene(graph, order, (), outside=True, nics=True)
     _place(scene)
     waiting = [node.name for node in graph.nodes if node.name not in scene.at]
-    while waiting:  # NICs and the like, between what is there
+    while waiting:  # NICs of CPUs and the like, between what is there
         found = {
             name: [scene.at[link.dst] for link in graph.following[name] if link.dst in scene.at] for name in waiting
         }
@@ -222,7 +225,7 @@ def places(graph: LinkGraph, names: Sequence[str], rings: Sequence[Ring], trees:
         if not any(found.values()):
             break
         waiting = [name for name in waiting if name not in scene.at]
-    return Places(scene.at, scene.extent)
+    return Places(scene.at, scene.centre)
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -279,6 +282,8 @@ def _place_inside(scene: _Scene, host: int, ranks: Sequence[str]) -> None:
         if node.kind is NodeKind.PCIE and _below(graph, node, ranks):
             leaf = any(link.dst in ranks for link in graph.following[node.name])
             levels[0.7 if leaf else 0.53].append(node)
+        if node.kind is NodeKind.NIC and scene.nics and _below(graph, node, ranks):
+            levels[0.42].append(node)
     for radius, nodes in levels.items():
         if len(nodes) == 1 and nodes[0].kind is NodeKind.CPU and not fabric:
             scene.at[nodes[0].name] = centre
@@ -455,7 +460,7 @@ def _draw_nodes(axes: Axes, scene: _Scene) -> None:
     from matplotlib.patches import Circle
 
     graph = scene.graph
-    spoken = scene.node > 15  # room for a word above the number
+    roomy = scene.node > 15  # room for a word above the number
     for name in scene.ranks:
         x, y = scene.at[name]
         node = graph.by_name[name]
@@ -465,9 +470,9 @@ def _draw_nodes(axes: Axes, scene: _Scene) -> None:
             axes.add_patch(Circle((x, y), radius, facecolor=strand.colour, edgecolor="white", linewidth=0.6, zorder=5))
         radius = scene.node * scene.point
         axes.add_patch(Circle((x, y), radius, facecolor="white", edgecolor=INK, linewidth=1.3, zorder=6))
-        axes.text(x, y - 0.12 * radius * spoken, str(node.index), ha="center", va="center", color=INK, zorder=7,
+        axes.text(x, y - 0.12 * radius * roomy, str(node.index), ha="center", va="center", color=INK, zorder=7,
                   fontsize=min(15.0, scene.node * 0.95), fontweight="bold")  # fmt: skip
-        if spoken:
+        if roomy:
             word = "core" if node.kind is NodeKind.CORE else "GPU"
             axes.text(x, y + 0.55 * radius, word, ha="center", va="center", fontsize=6.5, color=GREY, zorder=7)
     box = {"boxstyle": "round,pad=0.45", "facecolor": "white", "edgecolor": GREY, "linewidth": 1.2}
@@ -488,9 +493,8 @@ def _boxes(scene: _Scene) -> Iterator[tuple[Node, str]]:
     switches = sum(node.name in scene.at for node in scene.graph.of_kind(NodeKind.PCIE))
     for node in scene.graph.nodes:
         if node.name in scene.at and node.kind in (NodeKind.PCIE, NodeKind.CPU, NodeKind.NETWORK):
-            name = node.name.rpartition("/")[2]
-            spoken = node.kind is not NodeKind.PCIE or switches <= MOST_NAMED
-            yield node, literal(name.replace("PCIe", "PCIe ").replace("CPU", "CPU ")) if spoken else ""
+            named = node.kind is not NodeKind.PCIE or switches <= MOST_NAMED
+            yield node, literal(spoken(node)) if named else ""
 
 
 def _draw_legend(figure: Figure, scene: _Scene, unused: bool, left: float) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringreduce.common.files import write_file
-from ringreduce.topology.graph import LinkGraph, NodeKind
+from ringreduce.topology.graph import LinkGraph, Node, NodeKind
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -76,3 +77,11 @@ def rank_label(graph: LinkGraph, name: str) -> str:
     if node.kind not in (NodeKind.GPU, NodeKind.CORE):
         return name
     return f"{node.host}/{node.index}" if graph.several_hosts else str(node.index)
+
+
+def spoken(node: Node) -> str:
+    """A node by its kind and number, without its host: "GPU 3", "PCIe 1", "NIC mlx5_0"."""
+    if node.kind in (NodeKind.GPU, NodeKind.CORE):
+        return f"{'GPU' if node.kind is NodeKind.GPU else 'core'} {node.index}"
+    name = re.sub(r"^(PCIe|CPU|NVSwitch|NIC)(?=\d+$)", r"\1 ", node.name.rpartition("/")[2])
+    return f"NIC {name}" if node.kind is NodeKind.NIC and not name.startswith("NIC") else name
