@@ -96,6 +96,18 @@ def test_messages_pass_named_switches_on_their_way(tmp_path: Path) -> None:
         assert (at, passed) == (f"GPU {target}", len(way))
 
 
+def test_names_of_several_hosts(tmp_path: Path) -> None:
+    machine, path = tmp_path / "two.json", tmp_path / "plan.html"
+    machine.write_text('{"machine": "p3.8xlarge", "hosts": 2}')
+    assert cli.main(["plan", str(machine), "--size", "1KB", "--html", str(path)]) == 0
+    data = data_of(path)
+    names = [node["name"] for node in data["nodes"]]
+    assert {f"host{host}/GPU {gpu}" for host in range(2) for gpu in range(4)} <= set(names)
+    assert "network" in names
+    assert {name.partition("/")[2].split(" ")[0] for name in names} - {"GPU", "CPU", "PCIe", "NIC", ""} == set()
+    assert [host for host, *_ in data["hosts"]] == [0, 1]
+
+
 def test_trees_are_told_by_their_roots(tmp_path: Path) -> None:
     path = tmp_path / "plan.html"
     assert cli.main(["plan", "p3.8xlarge", "--algorithm", "trees", "--size", "1MB", "--html", str(path)]) == 0

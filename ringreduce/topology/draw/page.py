@@ -15,6 +15,7 @@ from ringreduce.plan.model import Channel, Read
 from ringreduce.plan.simulate import Hop, Simulated, hops, simulate
 from ringreduce.topology.draw.machine import places
 from ringreduce.topology.draw.style import colour, machine_name, rank_label, spoken
+from ringreduce.topology.graph import NodeKind
 
 if TYPE_CHECKING:
     from ringreduce.topology.planned import Planned
@@ -56,7 +57,7 @@ def _scenes(planned: Planned, size_bytes: int) -> dict[str, Any]:
         "hosts": [[host, x, -y] for host, (x, y) in where.centre.items()] if graph.several_hosts else [],
         "nodes": [
             {
-                "name": f"host{node.host}/{spoken(node)}" if graph.several_hosts and "/" in node.name else spoken(node),
+                "name": f"host{node.host}/" * (graph.several_hosts and node.kind != NodeKind.NETWORK) + spoken(node),
                 "x": round(where.at[node.name][0], 4),
                 "y": round(-where.at[node.name][1], 4),
                 "rank": rank_of.get(node.name, -1),
