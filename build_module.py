@@ -16,18 +16,20 @@ import subprocess
 import sys
 import sysconfig
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from runpy import run_path
 
 ROOT = Path(__file__).resolve().parent
-CSRC = ROOT / "csrc"
-BUILD = ROOT / "build"
+
+# Seen from ROOT, where the compilers run: messages name no folder of this machine, and another checkout that gets these
+# objects need not compile again.
+CSRC = Path("csrc")
+BUILD = Path("build")
 MACHINES = ("x86_64", "aarch64")
 OLDEST_TORCH = (2, 11)
 
 # By its path: the package itself would look for torch.
-file_for = run_path(str(ROOT / "ringreduce/common/compiled.py"))["file_for"]
+name_for = run_path(str(ROOT / "ringreduce/common/compiled.py"))["name_for"]
 
 # torch's headers need C++17 today and its own default is C++20, which every compiler that can build them has.
 # Contraction is off because a fused multiply-add rounds differently: all instruction sets must give the same bits. Sums
@@ -81,25 +83,45 @@ class Torch:
         return found[1]
 
     @property
-    def headers(self) -> list[str]:
-        """As system headers, so that warnings are about our code only."""
-        include = self.folder / "include"
-        place = f"-ffile-prefix-map={self.folder.parent}/="  # in torch's messages
-        return [f"-isystem{include}", f"-isystem{include / 'torch/csrc/api/include'}", place]
+    def build(self) -> Path:
+        """Where what is compiled for it goes."""
+        return BUILD / f"{sys.implementation.cache_tag}-torch{self.minor}"
 
-    @property
+    def headers(self) -> list[str]:
+        """torch's and Python's, as system headers, so that warnings are about our code only."""
+        include = link(self.build / "torch", self.folder) / "include"
+        python = link(self.build / "python", Path(sysconfig.get_path("include")))
+        place = f"-ffile-prefix-map={self.build}/="  # in torch's messages
+        return [f"-isystem{include}", f"-isystem{include / 'torch/csrc/api/include'}", f"-isystem{python}", place]
+
     def libraries(self) -> list[str]:
-        return [f"-L{self.folder / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
+        return [f"-L{self.build / 'torch/lib'}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
+
+
+def link(path: Path, target: Path) -> Path:
+    """A link at `path`: commands and objects are the same wherever what they are made with lies."""
+    if not path.is_symlink() or path.readlink() != target:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        path.symlink_to(target)
+    return path
 
 
 def torches() -> list[Torch]:
-    """Those in the folders of RINGREDUCE_TORCHS, joined by ":", or the one that this Python has."""
+    """Those in the folders of RINGREDUCE_TORCHS, joined by ":", or the one that is installed."""
     if named := os.environ.get("RINGREDUCE_TORCHS"):
-        return [Torch(Path(folder)) for folder in named.split(os.pathsep)]
-    spec = find_spec("torch")
-    if spec is None or not spec.submodule_search_locations:
-        raise BuildError(f"there is no torch in {sys.executable}; pip install torch")
-    return [Torch(Path(spec.submodule_search_locations[0]))]
+        return [Torch(Path(folder).absolute()) for folder in named.split(os.pathsep)]
+    # pip hides what is installed from what it builds, by variables for Python (-E ignores them). It would build for
+    # another torch instead, the newest, which nobody has asked for.
+    find = "from importlib.util import find_spec; print(find_spec('torch').submodule_search_locations[0])"
+    for options in ([], ["-E"]):
+        found = subprocess.run([sys.executable, *options, "-c", find], check=False, capture_output=True, text=True)
+        if found.returncode == 0:
+            return [Torch(Path(found.stdout.strip()))]
+    raise BuildError(
+        f"there is no torch in {sys.executable}; install torch first. A tool that builds in an environment of its own, "
+        "as uv does, needs --no-build-isolation"
+    )
 
 
 def requirement() -> str:
@@ -129,13 +151,12 @@ def compiler() -> list[str]:
 
 
 def ninja() -> str:
-    """pip's, or one on PATH."""
+    """pip's, which need not be on PATH, or another one."""
     try:
         from ninja import BIN_DIR
     except ImportError:
-        found = shutil.which("ninja")
-    else:
-        found = shutil.which("ninja", path=BIN_DIR)
+        BIN_DIR = ""
+    found = shutil.which("ninja", path=BIN_DIR) or shutil.which("ninja")
     if found is None:
         raise BuildError("ninja was not found; pip install ninja")
     return found
@@ -165,7 +186,7 @@ class NinjaFile:
 
 def flags() -> list[str]:
     strict = ["-Werror"] if os.environ.get("RINGREDUCE_WERROR") == "1" else []
-    return [*FLAGS, *strict, f"-ffile-prefix-map={ROOT}/=", f"-I{CSRC}"]  # messages name no folder of this machine
+    return [*FLAGS, *strict, f"-I{CSRC}", "-iquote.", "-ffile-prefix-map=./="]
 
 
 def piece(path: Path, sources: list[Path]) -> Path:
@@ -181,6 +202,7 @@ def build(package: Path) -> None:
     """Makes the files in `package`. Those of earlier builds go: they may be of another csrc. Raises BuildError."""
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         raise BuildError("it does not run on a free-threaded Python; use one with the GIL")
+    os.chdir(ROOT)
     file = NinjaFile(compiler())
     sources = sorted(path for path in CSRC.rglob("*.cpp") if "stress" not in path.parts)
     engine, bindings, calls = [], [], []
@@ -189,23 +211,21 @@ def build(package: Path) -> None:
             (bindings if "bindings" in source.name else calls).append(source)
         else:
             made_of_it = BUILD / "engine" / source.relative_to(CSRC).with_suffix(".o")
-            engine.append(file.add("compile", made_of_it, [source], str(source.relative_to(ROOT))))
-    python = f"-isystem{sysconfig.get_path('include')}"
+            engine.append(file.add("compile", made_of_it, [source], str(source)))
     made = set[Path]()
     for torch in torches():
-        folder = BUILD / f"{sys.implementation.cache_tag}-torch{torch.minor}"
         pieces = [
             file.add(
                 "compile",
-                folder / f"{name}.o",
-                [piece(folder / f"{name}.cpp", members)],
+                torch.build / f"{name}.o",
+                [piece(torch.build / f"{name}.cpp", members)],
                 f"csrc for torch {torch.minor}: {name}",
-                headers=[*torch.headers, python],
+                headers=torch.headers(),
             )
             for name, members in (("bindings", bindings), ("calls", calls))
         ]
-        module = package / file_for(torch.minor).name
-        made.add(file.add("link", module, [*pieces, *engine], module.name, libraries=torch.libraries))
+        module = package / name_for(torch.minor)
+        made.add(file.add("link", module, [*pieces, *engine], module.name, libraries=torch.libraries()))
     BUILD.mkdir(exist_ok=True)
     written = BUILD / f"{sys.implementation.cache_tag}.ninja"
     written.write_text("\n".join(file.lines) + "\n")

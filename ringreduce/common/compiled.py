@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import filecmp
+import importlib.metadata
 import sys
+from collections.abc import Iterator
 from importlib import import_module
 from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
@@ -14,19 +17,21 @@ PACKAGE = Path(__file__).resolve().parents[1]
 STEM = "_C_torch"
 """How the name of each file begins; torch's minor version and the suffix of this Python's modules follow."""
 
-ANEW = "build it for this torch: `make build` in a checkout, or `pip install --no-build-isolation --no-deps .` there"
+ANEW = "build it for this torch: `make build` in a checkout, or `pip install --no-deps .` there"
 
 
-def built_for() -> list[str]:
-    """The minor versions of torch that there is a file for, such as ["2.11", "2.13"]."""
-    suffix = EXTENSION_SUFFIXES[0]
-    versions = [path.name[len(STEM) : -len(suffix)] for path in PACKAGE.glob(f"{STEM}*{suffix}")]
-    return sorted(versions, key=lambda version: [int(number) for number in version.split(".")])
+def name_for(torch_version: str) -> str:
+    """The name of the file for this version of torch."""
+    return f"{STEM}{'.'.join(torch_version.split('.')[:2])}{EXTENSION_SUFFIXES[0]}"
 
 
-def file_for(torch_version: str) -> Path:
-    """The file for this version of torch, whether or not it exists."""
-    return PACKAGE / f"{STEM}{'.'.join(torch_version.split('.')[:2])}{EXTENSION_SUFFIXES[0]}"
+def folder_with(pattern: str) -> Path:
+    """The package's folder that has such a file, which a build makes. Without one it is this folder.
+
+    What is started in a checkout, or lies there, gets the checkout's package in place of an installed one. If no build
+    was made in the checkout, that of the installed package will do, where all that both have in Python is the same.
+    """
+    return next((folder for folder in _folders() if any(folder.glob(pattern))), PACKAGE)
 
 
 def open_module(name: str) -> ModuleType:
@@ -38,12 +43,10 @@ def open_module(name: str) -> ModuleType:
     except ImportError as error:
         raise ImportError(f"there is no torch ({error}); pip install torch") from None
     # torch keeps its binary interface within a minor version only. A module of another one may load and then crash.
-    file = file_for(torch.__version__)
+    wanted = name_for(torch.__version__)
+    file = folder_with(wanted) / wanted
     if not file.exists():
-        if not (versions := ", ".join(built_for())):
-            raise ImportError(f"{PACKAGE} has no compiled module; {ANEW}")
-        here = torch.__version__
-        raise ImportError(f"the compiled module was built for torch {versions}, and this is torch {here}; {ANEW}")
+        raise ImportError(_no_file(torch.__version__))
     spec = spec_from_file_location(name, file, loader=ExtensionFileLoader(name, str(file)))
     assert spec is not None and spec.loader is not None
     try:
@@ -66,3 +69,36 @@ def why_not() -> str:
     except ImportError as error:
         return str(error)
     return ""
+
+
+def _no_file(torch_version: str) -> str:
+    suffix = EXTENSION_SUFFIXES[0]
+    found = {path.name[len(STEM) : -len(suffix)] for folder in _folders() for path in folder.glob(f"{STEM}*{suffix}")}
+    what = f"{PACKAGE} has no compiled module"
+    if found:
+        versions = ", ".join(sorted(found, key=lambda version: [int(number) for number in version.split(".")]))
+        what = f"the compiled module was built for torch {versions}, and this is torch {torch_version}"
+    for folder in _hidden():
+        if differs := _difference(folder):
+            what += f"; the folder {PACKAGE} hides the installed package in {folder}, whose {differs} is another one"
+            how = f"install this one: `pip install --no-deps .` in {PACKAGE.parent}"
+            return f"{what}; {how}, or put the program elsewhere and start it there"
+    return f"{what}; {ANEW}"
+
+
+def _folders() -> Iterator[Path]:
+    yield PACKAGE
+    yield from (folder for folder in _hidden() if not _difference(folder))
+
+
+def _hidden() -> list[Path]:
+    """The folders of this package that are installed, not in place, and come later on sys.path."""
+    found = [Path(str(each.locate_file("ringreduce"))) for each in importlib.metadata.distributions(name="ringreduce")]
+    return [folder for folder in found if folder.is_dir() and not folder.samefile(PACKAGE)]
+
+
+def _difference(folder: Path) -> str:
+    """The first file of this package's Python that the one in `folder` has not, or has with another text; or ""."""
+    ours = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py*") if path.suffix in (".py", ".pyi"))
+    _, changed, missing = filecmp.cmpfiles(PACKAGE, folder, list(map(str, ours)), shallow=False)
+    return next(iter([*changed, *missing]), "")

@@ -140,7 +140,7 @@ def test_a_module_that_cannot_be_loaded_says_why(copy: Path, tmp_path: Path) -> 
     shutil.copytree(copy, folder)
     source = tmp_path / "module.c"
     source.write_text("void only_in_another_torch(void); void *PyInit__C(void) { only_in_another_torch(); return 0; }")
-    file = folder / "ringreduce" / compiled.file_for(torch.__version__).name
+    file = folder / "ringreduce" / compiled.name_for(torch.__version__)
     compiler = shutil.which(os.environ.get("CC", "cc")) or "c++"
     subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(file)], check=True)
     assert f"{file.name} cannot be loaded" in " ".join(command(folder, "doctor", hidden=()).split())
@@ -159,7 +159,7 @@ def test_a_module_for_another_minor_version_of_torch_is_not_loaded(copy: Path, t
     source.write_text("#include <stdlib.h>\n__attribute__((constructor)) void opened(void) { _Exit(77); }")
     compiler = shutil.which(os.environ.get("CC", "cc")) or "c++"
     for version in ("2.99.1", "2.100.0", "1" + torch.__version__):
-        file = folder / "ringreduce" / compiled.file_for(version).name
+        file = folder / "ringreduce" / compiled.name_for(version)
         subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(file)], check=True)
     minor = ".".join(("1" + torch.__version__).split(".")[:2])
     said = f"the compiled module was built for torch 2.99, 2.100, {minor}, and this is torch {torch.__version__}; "
@@ -171,6 +171,32 @@ def test_a_module_for_another_minor_version_of_torch_is_not_loaded(copy: Path, t
         ran = python(folder, code)
         assert ran.returncode == 1 and f"ImportError: {said}" in ran.stderr, (code, ran.stderr)
     assert "was built for torch 2.99, 2.100," in " ".join(command(folder, "doctor", hidden=()).split())
+
+
+def test_a_checkout_takes_what_was_built_for_the_installed_package_it_hides(copy: Path, tmp_path: Path) -> None:
+    """If both have the same Python, of all versions that are installed; else it says which file is another one."""
+    import torch
+
+    site, checkout = tmp_path / "site", tmp_path / "checkout"
+    shutil.copytree(copy, checkout)
+    shutil.copytree(copy / "ringreduce", site / "ringreduce")
+    information = site / "ringreduce-0.1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: ringreduce\nVersion: 0.1.0\n")
+    (site / "ringreduce/gpu/accumulate.cu").touch()
+    name = compiled.name_for(torch.__version__)
+    code = "import ringreduce._C as c; from ringreduce.gpu import kernels; print(c.__file__, kernels.FOLDER)"
+    paths = os.pathsep.join(map(str, (checkout, site)))
+
+    (site / "ringreduce" / compiled.name_for("2.99.1")).touch()
+    assert f"was built for torch 2.99, and this is torch {torch.__version__}" in python(tmp_path, code, PYTHONPATH=paths).stderr
+    (site / "ringreduce" / name).symlink_to(compiled.PACKAGE / name)
+    assert python(tmp_path, code, PYTHONPATH=paths).stdout == f"{site}/ringreduce/{name} {site}/ringreduce/gpu\n"
+    with (checkout / "ringreduce/data/steps.py").open("a") as source:
+        source.write("# changed")
+    ran = python(tmp_path, code, PYTHONPATH=paths)
+    assert f"hides the installed package in {site}/ringreduce, whose data/steps.py is another one" in ran.stderr, ran
+    assert f"`pip install --no-deps .` in {checkout}, or put the program elsewhere" in ran.stderr
 
 
 def test_a_free_threaded_python_is_refused(copy: Path) -> None:

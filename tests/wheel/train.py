@@ -17,7 +17,7 @@ from ringreduce import ops  # noqa: E402
 from ringreduce.common import compiled  # noqa: E402
 
 assert Path(ringreduce.__file__).is_relative_to(sys.prefix), f"{ringreduce.__file__} is not the installed wheel"
-assert Path(ringreduce._C.__file__) == compiled.file_for(torch.__version__)
+assert Path(ringreduce._C.__file__) == compiled.PACKAGE / compiled.name_for(torch.__version__)
 assert not any(map(shutil.which, ("c++", "g++", "cc", "gcc", "clang", "clang++"))), "a compiler was found"
 
 rank, size = dist.get_rank(), dist.get_world_size()
