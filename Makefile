@@ -17,7 +17,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 export MAX_JOBS ?= $(JOBS)
 
 .PHONY: help build demo test test-rest test-all conformance ecosystem lint docs compilers format stress aarch64 bench-micro \
-  cuda gpu gpu-bundle soak soak-elastic wheel test-wheel clean distclean
+  cuda gpu gpu-bundle soak soak-elastic wheel test-wheel test-readme clean distclean
 
 help:
 	@echo 'make demo      build, train a model on 2 ranks, compare ring, tree, direct and Gloo, plan rings over links'
@@ -46,6 +46,8 @@ help:
 	@echo 'make wheel     a wheel and an sdist in dist/, for the torch of $(VENV);'
 	@echo '               TORCHS="2.11.0 2.13.0": for these versions, whose wheels pip downloads'
 	@echo 'make test-wheel  install that wheel where no compiler is, and train on 2 ranks; with TORCHS beside each of them'
+	@echo 'make test-readme  build, then what README says, typed in new environments, by root also as two ordinary users;'
+	@echo '               TORCH=: also its line for torch, which $(TORCH) takes the place of otherwise'
 	@echo 'make format    format Python and C++'
 	@echo 'make clean     remove what was built;  make distclean: $(VENV) too'
 	@echo
@@ -176,6 +178,9 @@ wheel: $(VENV)/.wheel-tools
 
 test-wheel: $(VENV)/.torch
 	$(PY) tests/wheel/check.py $(TORCHS)
+
+test-readme: build
+	$(PY) .ci/type_readme.py $(TORCH)
 
 # ---- the main job ----------------------------------------------------------------------------------------------------
 

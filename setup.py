@@ -5,6 +5,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext as setuptools_build_ext
+from setuptools.command.dist_info import dist_info as setuptools_dist_info
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))  # pip does not
@@ -31,9 +32,20 @@ class build_ext(setuptools_build_ext):
         return {}
 
 
+class dist_info(setuptools_dist_info):
+    """pip asks for it first. Without a torch to build for it would go on to download one, of gigabytes, and then fail."""
+
+    def run(self) -> None:
+        try:
+            build_module.torches()[0].minor
+        except build_module.BuildError as error:
+            sys.exit(f"ringreduce: {error}")
+        super().run()
+
+
 # Without sources: it says only that this package is made for one machine and one Python.
 setup(
     ext_modules=[Extension("ringreduce._C", [])],
-    cmdclass={"build_ext": build_ext},
-    install_requires=[build_module.requirement(), "numpy"],
+    cmdclass={"build_ext": build_ext, "dist_info": dist_info},
+    install_requires=[build_module.requirement(), "numpy", "rich"],
 )

@@ -296,7 +296,7 @@ def read_command_line() -> tuple[Settings, argparse.Namespace]:
     variants = tuple(args.variants or (*ALGORITHMS, "gloo", *(["nccl"] if nccl else [])))
     if set(variants) & set(ALGORITHMS) and importlib.util.find_spec("ringreduce") is None:
         parser.error(
-            "ringreduce is not installed: pip install --no-build-isolation --no-deps -e . (or --variants gloo)"
+            "ringreduce is not installed: pip install -e . (or --variants gloo)"
         )
     settings = Settings(
         ranks=(int(world),) if world else tuple(args.ranks or (2, 4)),

@@ -327,7 +327,7 @@ def main() -> int:
             "or more"
         )
     if importlib.util.find_spec("ringreduce") is None:
-        parser.error("ringreduce is not installed: pip install --no-build-isolation --no-deps -e .")
+        parser.error("ringreduce is not installed: pip install -e .")
     header = harness.origin("training step and decoder layer, ringreduce against Gloo")
     print("\n".join(f"# {name:9} {text}" for name, text in header.items()))
     header["method"] = (__doc__ or "").splitlines()

@@ -278,7 +278,7 @@ def main() -> int:
     if args.ranks < 2 or args.steps < 1 or args.rounds < 1 or args.params <= 0 or args.bucket_mb <= 0:
         parser.error("need 2 --ranks or more, --steps and --rounds of 1 or more, --params and --bucket-mb above 0")
     if args.backend == "ringreduce" and importlib.util.find_spec("ringreduce") is None:
-        parser.error("ringreduce is not installed: pip install --no-build-isolation --no-deps -e . (or --backend gloo)")
+        parser.error("ringreduce is not installed: pip install -e . (or --backend gloo)")
     if args.png and importlib.util.find_spec("matplotlib") is None:
         parser.error("--png needs matplotlib: pip install matplotlib")
     for path in filter(None, (args.trace, args.png)):

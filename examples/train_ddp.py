@@ -157,7 +157,7 @@ def main() -> int:
     if args.save and args.optimizer == "all":
         parser.error(f"--save {args.save} holds one model: say which --optimizer, one of {', '.join(OPTIMIZERS)}")
     if args.backend == "ringreduce" and importlib.util.find_spec("ringreduce") is None:
-        parser.error("ringreduce is not installed: pip install --no-build-isolation --no-deps -e . (or --backend gloo)")
+        parser.error("ringreduce is not installed: pip install -e . (or --backend gloo)")
     if importlib.util.find_spec("sklearn") is None:
         parser.error("the data is scikit-learn's: pip install scikit-learn")
 

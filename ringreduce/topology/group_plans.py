@@ -147,7 +147,7 @@ def _planner() -> ModuleType:
     try:
         return import_module("ringreduce.topology.planner")
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"it needs {error.name}; pip install scipy rich", name=error.name) from None
+        raise ModuleNotFoundError(f"it needs {error.name}; pip install scipy", name=error.name) from None
 
 
 def _plans_of_gpus(graph: LinkGraph, collective: str) -> Iterator[tuple[int, "Planned"]]:

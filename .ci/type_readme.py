@@ -1,0 +1,202 @@
+"""Types the blocks of README's sections on installing, as newcomers do: in a checkout, in an empty environment.
+
+`python .ci/type_readme.py [TORCH]`, in a built checkout. With TORCH, such as torch==2.13.0, pip gets that in place of
+README's line for torch, which names an index that not every machine can reach. The rest is typed as it stands: by this
+user, who then makes what comes with make as well, and by two ordinary users at the same time if this user is root.
+
+The copies of the checkout get what has been compiled in this one. ninja goes by times and commands, so it compiles
+again what would have become another object. That leaves of `make demo` the training and the comparison of algorithms,
+which tests do. What is typed must find its way round the checkout, which hides the package that was installed from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SECTIONS = ("Install", "In 30 seconds")
+SUMS = "tensor([3., 3., 3., 3.])"
+
+# Python's, pip's and make's own ways of being told about other packages, and what `make` has exported for itself.
+FORGOTTEN = re.compile(r"PYTHON.*|VIRTUAL_ENV|XDG_.*|M(AKE)?FLAGS|MAKE.*|VENV|TMPDIR|USER|LOGNAME|RINGREDUCE_(?!WERROR).*")
+
+MORE = """
+python -m ringreduce doctor
+torchrun --nproc-per-node 2 -m ringreduce doctor --peers
+python -c 'import ringreduce; print(ringreduce.empty(2).shape)'
+python -c 'import ringreduce, ringreduce._C as c; print(ringreduce.__file__, c.__file__)'
+"""
+
+
+@dataclass(frozen=True)
+class Newcomer:
+    """A user with a home, a checkout in it, and an empty virtual environment that is active."""
+
+    name: str
+    home: Path
+
+    @property
+    def checkout(self) -> Path:
+        return self.home / "ringreduce"
+
+    def type(self, script: str) -> str:
+        """What the lines print, in one shell. Ends this program if one of them fails."""
+        done = self.try_to_type(script)
+        if done.returncode:
+            sys.exit(f"{done.stdout}\nerror: {self.name} typed\n{script}\nand got exit code {done.returncode}")
+        return done.stdout
+
+    def try_to_type(self, script: str) -> subprocess.CompletedProcess[str]:
+        kept = {name: value for name, value in os.environ.items() if not FORGOTTEN.fullmatch(name)}
+        path = [str(self.home / "venv/bin"), *(p for p in os.environ["PATH"].split(":") if not Path(p).is_relative_to(ROOT))]
+        # Without .pyc files of what is never imported, pip needs half the time for torch.
+        ours = {"HOME": str(self.home), "PATH": ":".join(path), "OMP_NUM_THREADS": "1", "PIP_NO_COMPILE": "1"}
+        return subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", script],
+            check=False,
+            cwd=self.checkout,
+            env={**kept, **ours, "VIRTUAL_ENV": str(self.home / "venv")},
+            user=self.name,
+            group=pwd.getpwnam(self.name).pw_gid,
+            extra_groups=[] if os.getuid() == 0 else None,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=1200,
+        )
+
+    def settle(self) -> None:
+        listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        for name in filter(None, subprocess.check_output(listed, cwd=ROOT, text=True).split("\0")):
+            if (ROOT / name).exists():
+                (self.checkout / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, self.checkout / name)
+        for made in ("engine", f"{sys.implementation.cache_tag}", f"{sys.implementation.cache_tag}-torch*"):
+            for folder in (ROOT / "build").glob(made):
+                shutil.copytree(folder, self.checkout / "build" / folder.name, symlinks=True)
+        owner = pwd.getpwnam(self.name)
+        for path in (self.home, *self.home.rglob("*")):
+            os.chown(path, owner.pw_uid, owner.pw_gid, follow_symlinks=False)
+        self.type(f"{python_of_all()} -m venv ~/venv")
+
+    def follow_readme(self, blocks: list[tuple[str, str]]) -> None:
+        for language, text in blocks:
+            if language == "python":
+                self.save(text)
+            elif "first.py" in text:
+                self.expect(self.type(text), SUMS, 2)
+            else:
+                self.type(text)
+        ours, theirs = self.type(MORE).splitlines()[-1].split()
+        if not Path(ours).is_relative_to(self.checkout) or not Path(theirs).is_relative_to(self.home / "venv"):
+            sys.exit(f"error: {ours} must be of the checkout and {theirs} of the installed package")
+
+    def save(self, text: str) -> None:
+        (self.checkout / "first.py").write_text(text)
+
+    def follow_the_message(self, run: str) -> None:
+        """Of a checkout that is not what was installed. The command that the message names must be all that it takes."""
+        with (self.checkout / "ringreduce/api.py").open("a") as source:
+            source.write("# changed\n")
+        refused = self.try_to_type(run)
+        said = re.search(r"hides the installed package in (\S+), whose api.py .*`(.+)` in (\S+), or", refused.stdout)
+        if not refused.returncode or not said or not Path(said[1]).is_relative_to(self.home / "venv"):
+            sys.exit(f"{refused.stdout}\nerror: another api.py must be refused, with the place of the installed one")
+        self.type(f"cd {said[3]}; {said[2]}")
+        self.expect(self.type(run), SUMS, 2)
+
+    def expect(self, output: str, text: str, times: int) -> None:
+        if output.count(text) != times:
+            sys.exit(f"{output}\nerror: {self.name} must see {text!r} {times} times")
+
+
+def python_of_all() -> Path:
+    """A Python of this one's version that every user may start. Ends this program if there is none."""
+    own = Path(sys._base_executable).resolve()
+    if all(folder.stat().st_mode & 0o001 for folder in own.parents):
+        return own
+    name = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    if other := shutil.which(name, path=os.defpath):
+        return Path(other)
+    sys.exit(f"error: ordinary users cannot start {own}, and there is no {name} in {os.defpath}")
+
+
+def blocks_of(readme: str, torch: str) -> list[tuple[str, str]]:
+    """The language and text of each block. Ends this program unless there is one line for torch, and one program."""
+    found = [
+        block
+        for section in SECTIONS
+        for block in re.findall(r"^```(\w+)\n(.*?)^```$", readme.split(f"\n## {section}\n")[1].split("\n## ")[0], re.M | re.S)
+    ]
+    text = "".join(text for _, text in found)
+    if text.count("\npip install torch") + text.startswith("pip install torch") != 1:
+        sys.exit("error: README must have one line that begins with `pip install torch`")
+    if [language for language, _ in found].count("python") != 1 or "Save it as `first.py`" not in readme:
+        sys.exit("error: README must have one program, to be saved as first.py")
+    line = re.compile(r"^pip install torch\b.*$", re.M)
+    return [(language, line.sub(f"pip install {torch}", text) if torch else text) for language, text in found]
+
+
+@contextlib.contextmanager
+def ordinary_users(count: int) -> Iterator[list[str]]:
+    names = [f"newcomer{os.getpid()}{letter}" for letter in "abcdefgh"[:count]]
+    made = []
+    try:
+        for name in names:
+            subprocess.run(["useradd", "--no-create-home", "--shell", "/bin/bash", name], check=True)
+            made.append(name)
+        yield names
+    finally:
+        for name in made:
+            subprocess.run(["userdel", name], check=True)
+
+
+def main(torch: str = "") -> None:
+    blocks = blocks_of((ROOT / "README.md").read_text(), torch)
+    print(f"README's line for torch {f'is `pip install {torch}` here' if torch else 'as it stands'}", flush=True)
+    (run,) = (text for language, text in blocks if language == "bash" and "first.py" in text)
+    with tempfile.TemporaryDirectory(prefix="readme-") as folder:
+        os.chmod(folder, 0o755)
+        start = time.monotonic()
+
+        def told(what: str) -> None:
+            print(f"{time.monotonic() - start:5.0f} s  {what}", flush=True)
+
+        def settled(name: str) -> Newcomer:
+            newcomer = Newcomer(name, Path(folder, name))
+            newcomer.settle()
+            return newcomer
+
+        me = settled(pwd.getpwuid(os.getuid()).pw_name)
+        me.follow_readme(blocks)
+        told(f"{me.name}: README's blocks, and other commands in the checkout")
+        me.follow_the_message(run)
+        told(f"{me.name}: another source is refused, and the message's command mends it")
+        me.type("make build PYTHON=python")
+        me.expect(me.type(f"PATH=$PWD/.venv/bin:$PATH\n{run}"), SUMS, 2)
+        told(f"{me.name}: `make build` in the same environment")
+        shutil.rmtree(me.home)
+        if os.getuid():
+            print("ordinary users besides this one NOT tried: only root can make them")
+            return
+        with ordinary_users(2) as names, ThreadPoolExecutor() as at_once:
+            newcomers = list(at_once.map(settled, names))
+            list(at_once.map(lambda each: each.follow_readme(blocks), newcomers))
+            told("two ordinary users at once: the same")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
