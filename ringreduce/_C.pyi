@@ -255,6 +255,7 @@ class ProcessGroupRing(Backend):
         elsewhere: Sequence[bool] = ...,
         connect: Callable[[int, float], None] | None = ...,
         disconnect: Callable[[], None] | None = ...,
+        warn_after: float = ...,
         settings: Settings,
     ) -> None: ...
     def add_link(self, peer: int, socket: int, path: str) -> None: ...

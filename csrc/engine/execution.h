@@ -105,6 +105,12 @@ class Execution {
   // All peers that they met as obstacles, as awaits_rank() has them.
   std::uint64_t awaits() const { return awaits_; }
   std::string position() const;
+  // Equal as long as advance() meets the same obstacle.
+  std::uint64_t obstacle() const {
+    return mix(mix(mix(mix(blocked_at_.channel, blocked_at_.round), blocked_at_.step),
+                   static_cast<std::uint64_t>(blocked_on_)),
+               fingerprint_);
+  }
 
  private:
   // Where a step stands.

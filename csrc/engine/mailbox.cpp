@@ -98,8 +98,8 @@ void Mailbox::wait(const std::shared_ptr<Message>& message, Nanoseconds patience
       waiting.moved();
     else
       waiting.idle(kAwaitsAll, [&](Nanoseconds waited) {
+        look();
         std::lock_guard lock(mutex_);
-        check();
         if (waited >= patience && !message->done)
           throw Error(ErrorKind::timeout,
                       title(*message) + ": not done after the " + in_seconds(waited) + " that wait() was given");
@@ -125,10 +125,7 @@ void Mailbox::drive() {
       if (moved)
         waiting.moved();
       else
-        waiting.idle(kAwaitsAll, [&](Nanoseconds) {
-          std::lock_guard relock(mutex_);
-          check();
-        });
+        waiting.idle(kAwaitsAll, [&](Nanoseconds) { look(); });
       lock.lock();
     }
   }
@@ -154,8 +151,35 @@ void Mailbox::stop(const Error& error) {
   if (ending.joinable()) ending.join();
 }
 
-// Ends the messages that wait in vain: aborted, peer gone, deadline passed.
-void Mailbox::check() {
+// Called while waiting, without the lock.
+void Mailbox::look() {
+  std::unique_lock lock(mutex_);
+  const std::string warning = check();
+  lock.unlock();
+  if (!warning.empty()) team_->warn(warning);
+}
+
+std::string Mailbox::whom(const Message& m) const {
+  return m.peer == kAnySource ? "any rank" : team_->fate().describe(m.peer) + team_->way_to(m.peer);
+}
+
+// What to tell the user about the oldest message; empty if it has not waited for long.
+std::string Mailbox::warning(Nanoseconds t) {
+  if (all_.empty()) return "";
+  const std::shared_ptr<Message>& m = all_.front();
+  if (stuck_.message.lock() != m || stuck_.moved != m->moved) stuck_ = {m, m->moved, m->moved == 0 ? m->posted : t, {}};
+  const Nanoseconds waited = t - std::max(stuck_.since, m->posted);  // which time stood still may have put off
+  if (!stuck_.reminder.due(waited, team_->warn_after())) return "";
+  std::string text = title(*m) + of_group(*team_) + ": " +
+                     still_waits(*team_, waited, whom(*m), m->posted + m->timeout - t) + "; " +
+                     std::to_string(m->moved) + " bytes have moved.";
+  if (m->peer != kAnySource) text += doings(*team_, m->peer);
+  if (all_.size() > 1) text += " Later messages wait, too: " + std::to_string(all_.size() - 1) + ".";
+  return text;
+}
+
+// Ends the messages that wait in vain: aborted, peer gone, deadline passed. Returns what to tell the user about others.
+std::string Mailbox::check() {
   std::optional<Error> aborted;
   try {
     team_->fate().throw_if_over();
@@ -182,12 +206,10 @@ void Mailbox::check() {
       // Others may wait for this rank, which is told to give up.
       team_->fate().abort(*error);
     } else if (t - m->posted >= m->timeout) {
-      const std::string whom =
-          m->peer == kAnySource ? "any rank" : team_->fate().describe(m->peer) + team_->way_to(m->peer);
       const Error timeout(ErrorKind::timeout,
                           title(*m) + ": " + team_->fate().number(team_->rank()) + " waited the timeout of " +
-                              in_seconds(t - m->posted) + " for " + whom + "; " + std::to_string(m->moved) +
-                              " bytes had moved",
+                              in_seconds(t - m->posted) + " for " + whom(*m) + "; " + std::to_string(m->moved) +
+                              " bytes had moved." + (m->peer == kAnySource ? "" : doings(*team_, m->peer)),
                           m->peer);
       team_->fate().abort(timeout);  // part of it may be under way, and what came next would be taken for the rest
       error = timeout;
@@ -196,6 +218,7 @@ void Mailbox::check() {
     }
     withdraw(m, *error);
   }
+  return warning(t);
 }
 
 void Mailbox::withdraw(const std::shared_ptr<Message>& m, const Error& error) {

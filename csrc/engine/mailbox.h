@@ -25,12 +25,14 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <thread>
 #include <vector>
 
 #include "core/error.h"
 #include "core/fastest.h"
 #include "core/types.h"
+#include "engine/late.h"
 #include "engine/patience.h"
 #include "transport/team.h"
 
@@ -105,7 +107,10 @@ class Mailbox {
   bool wanted_from(int source) const;
   void begin(Arrival& arrival, int source);
   void complete(Message& message, std::optional<Error> error = std::nullopt);
-  void check();
+  std::string check();
+  void look();
+  std::string whom(const Message& message) const;
+  std::string warning(Nanoseconds t);
   void withdraw(const std::shared_ptr<Message>& message, const Error& error);
   void drive();
 
@@ -117,7 +122,14 @@ class Mailbox {
   std::vector<Peer> peers_;
   std::list<std::shared_ptr<Message>> receives_;    // posted, not matched, oldest first
   std::vector<std::shared_ptr<Message>> finished_;  // done; on_done still to be called, without the lock
-  std::vector<std::shared_ptr<Message>> all_;       // every message that is not done
+  std::vector<std::shared_ptr<Message>> all_;       // every message that is not done, oldest first
+  // The oldest message at the latest look: how much of it had moved, and since when.
+  struct {
+    std::weak_ptr<Message> message;
+    std::size_t moved = 0;
+    Nanoseconds since = 0;
+    Reminder reminder;
+  } stuck_;
   bool stopping_ = false;
   std::thread driver_;
 };

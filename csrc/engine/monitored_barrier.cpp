@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "engine/history.h"
+#include "engine/late.h"
 #include "engine/wait.h"
 #include "transport/links.h"
 
@@ -55,6 +56,23 @@ void monitored_barrier(Team& team, const Patience& patience, Nanoseconds timeout
     team.control_changed();
   }
   Waiting waiting(team, control.for_messages, patience);
+  Reminder reminder;
+  // Of the ranks of this host that have come, one tells the user.
+  const auto is_first = [&](const std::vector<int>& absent) {
+    for (int r = 0; r < own; ++r)
+      if (!team.elsewhere(r) && std::find(absent.begin(), absent.end(), r) == absent.end()) return false;
+    return true;
+  };
+  const auto warn = [&](const std::vector<int>& absent, Nanoseconds waited) {
+    std::string whom, their_doings;
+    for (int r : absent) {
+      whom += (whom.empty() ? "" : ", ") + team.fate().describe(r);
+      if (const std::string its = doings(team, r); !its.empty())
+        their_doings += " R" + team.fate().number(r).substr(1) + ":" + its;
+    }
+    team.warn("monitored_barrier" + of_group(team) + ": " + still_waits(team, waited, whom, timeout - waited) + "." +
+              their_doings);
+  };
   const auto look = [&](Nanoseconds waited) {
     const std::vector<int> absent = missing();
     if (absent.empty()) return;
@@ -62,7 +80,10 @@ void monitored_barrier(Team& team, const Patience& patience, Nanoseconds timeout
       if (std::find(absent.begin(), absent.end(), r) != absent.end())
         throw Error(ErrorKind::peer_lost, passed_but(team.fate().describe(r) + " " + team.fate().how_gone(r)), r);
     team.fate().throw_if_over(0);
-    if (waited < timeout) return;
+    if (waited < timeout) {
+      if (reminder.due(waited, team.warn_after()) && is_first(absent)) warn(absent, waited);
+      return;
+    }
     control.barriers_given_up.store(turn, std::memory_order_seq_cst);
     team.control_changed();
     const bool plural = name_all && absent.size() > 1;

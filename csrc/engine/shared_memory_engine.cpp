@@ -202,8 +202,7 @@ void SharedMemoryEngine::reach(const Call& call, const Program& program, const s
 }
 
 // Called while waiting: throws if it is in vain.
-void SharedMemoryEngine::look(const Call& call, std::uint64_t seq, const Execution& execution,
-                              Nanoseconds waited) const {
+void SharedMemoryEngine::look(const Call& call, std::uint64_t seq, const Execution& execution, Nanoseconds waited) {
   team_->fate().throw_if_aborted();
   if (team_->links() != nullptr) team_->links()->tell();
   for (int r = 0; r < team_->size(); ++r)
@@ -222,7 +221,27 @@ void SharedMemoryEngine::look(const Call& call, std::uint64_t seq, const Executi
                 r);
   }
   team_->fate().throw_if_over(seq);
-  if (waited >= call.timeout && blocked_on >= 0) throw_timeout(call, seq, execution, blocked_on, waited);
+  if (blocked_on < 0) return;
+  if (waited < call.timeout) return warn_if_long(call, seq, execution, blocked_on, waited);
+  const Late late = who_is_late(call, seq, blocked_on);
+  throw Error(ErrorKind::timeout,
+              title(call, seq) + ": " + number(team_->rank()) + " waited the timeout of " + in_seconds(waited) +
+                  " for " + number(blocked_on) + team_->way_to(blocked_on) + at(execution) + late.text,
+              late.culprit);
+}
+
+// One line for the ranks of a host: the first of those that wait says what it knows of all.
+void SharedMemoryEngine::warn_if_long(const Call& call, std::uint64_t seq, const Execution& execution, int blocked_on,
+                                      Nanoseconds waited) {
+  if (stuck_.obstacle != execution.obstacle()) stuck_ = {execution.obstacle(), waited, {}};
+  if (!stuck_.reminder.due(waited - stuck_.since, team_->warn_after())) return;
+  for (int r = 0; r < team_->rank(); ++r)
+    if (!team_->elsewhere(r) && waits_in(call, seq, r) >= 0) return;
+  const RankControl& own = team_->control(team_->rank());
+  team_->warn(describe_call(own, seq) + ", seq " + std::to_string(number_of_call(own, seq)) + of_group(*team_) + ": " +
+              still_waits(*team_, waited - stuck_.since, number(blocked_on) + team_->way_to(blocked_on) + at(execution),
+                          call.timeout - waited) +
+              who_is_late(call, seq, blocked_on).text);
 }
 
 void SharedMemoryEngine::waits_for(int peer) {
@@ -266,45 +285,51 @@ void SharedMemoryEngine::throw_mismatch(const Call& call, std::uint64_t seq, int
   throw different_calls(*team_, peer, title(call, seq));
 }
 
-void SharedMemoryEngine::throw_timeout(const Call& call, std::uint64_t seq, const Execution& execution, int blocked_on,
-                                       Nanoseconds waited) const {
-  const Nanoseconds t = now();
-  const int own = team_->rank();
-  const auto waiting_for = [&](int r) {  // the rank that r waits for in this call; -1 if it is not seen to wait
-    const RankControl& c = team_->control(r);
-    const bool here =
-        c.entered.load(std::memory_order_acquire) == seq && c.completed.load(std::memory_order_acquire) < seq;
-    const bool alive = t - c.heartbeat.load(std::memory_order_acquire) < sign_of_life(call);
-    const int peer = c.waiting_for.load(std::memory_order_acquire);
-    return here && alive && peer >= 0 && peer < team_->size() ? peer : -1;
-  };
+// The rank that a rank waits for in this call; -1 if it is not seen to wait.
+int SharedMemoryEngine::waits_in(const Call& call, std::uint64_t seq, int rank) const {
+  const RankControl& c = team_->control(rank);
+  const bool here =
+      c.entered.load(std::memory_order_acquire) == seq && c.completed.load(std::memory_order_acquire) < seq;
+  const bool alive = now() - c.heartbeat.load(std::memory_order_acquire) < sign_of_life(call);
+  const int peer = c.waiting_for.load(std::memory_order_acquire);
+  return here && alive && peer >= 0 && peer < team_->size() ? peer : -1;
+}
 
-  const int culprit = end_of_chain(blocked_on, waiting_for);
-  std::string text = title(call, seq) + ": " + number(own) + " waited the timeout of " + in_seconds(waited) + " for " +
-                     number(blocked_on) + team_->way_to(blocked_on) + at(execution) + "; " +
-                     team_->fate().describe(culprit) + (culprit == blocked_on ? "" : team_->way_to(culprit)) +
-                     " is what the group waits for.";
+// What is known of the others while this rank waits for `blocked_on`: "; rank 1 (node7, pid 4711) is what the group
+// waits for. Rank 1 has not made any call."
+SharedMemoryEngine::Late SharedMemoryEngine::who_is_late(const Call& call, std::uint64_t seq, int blocked_on) const {
+  const int own = team_->rank();
+  const int culprit = end_of_chain(blocked_on, [&](int r) { return waits_in(call, seq, r); });
+  std::string waiting, text = "; " + team_->fate().describe(culprit) +
+                              (culprit == blocked_on ? "" : team_->way_to(culprit)) + " is what the group waits for.";
   for (int r = 0; r < team_->size(); ++r) {
     if (r == own) continue;
     const RankControl& c = team_->control(r);
     const std::uint64_t entered = c.entered.load(std::memory_order_acquire);
     if (team_->elsewhere(r) && entered < seq && r != culprit) continue;  // it may be that this rank is not told
-    text += " R" + number(r).substr(1);                                  // it begins a sentence
+    const int peer = waits_in(call, seq, r);
+    if (peer == culprit) {
+      waiting += (waiting.empty() ? "" : ", ") + number(r);
+      continue;
+    }
+    text += " R" + number(r).substr(1);  // it begins a sentence
     if (entered < seq) {
       text += entered == 0 ? team_->elsewhere(r) ? " has not told of any call." : " has not made any call."
                            : " has not arrived: its latest call is seq " + std::to_string(number_of_call(c, entered)) +
                                  ", " + describe_call(c, entered) + ".";
-      if (const int peer = gpu_waiting_for(r); peer >= 0)
-        text += " Its GPU waits for " + number(peer) + ", in a call on CUDA tensors.";
+      if (const int awaited = gpu_waiting_for(r); awaited >= 0)
+        text += " Its GPU waits for " + number(awaited) + ", in a call on CUDA tensors.";
+      text += doings(*team_, r);
     } else if (c.completed.load(std::memory_order_acquire) >= seq) {
       text += " has finished this call.";
-    } else if (const int peer = waiting_for(r); peer >= 0) {
+    } else if (peer >= 0) {
       text += " waits for " + number(peer) + ".";
     } else {
-      text += " is in this call and has shown no sign of waiting or progress: stopped or busy.";
+      text += " is in this call and has shown no sign of waiting or progress: stopped or busy." + doings(*team_, r);
     }
   }
-  throw Error(ErrorKind::timeout, text, culprit);
+  if (!waiting.empty()) text += " Also waiting for " + number(culprit) + ": " + waiting + ".";
+  return {culprit, text};
 }
 
 }  // namespace ringreduce

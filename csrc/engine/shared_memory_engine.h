@@ -8,6 +8,7 @@
 
 #include "engine/engine.h"
 #include "engine/execution.h"
+#include "engine/late.h"
 #include "engine/placement.h"
 #include "engine/ways.h"
 
@@ -33,13 +34,19 @@ class SharedMemoryEngine final : public Engine {
   const BoundCall& bind(const Call& call, const Buffers& buffers, Way way);
   void populate(const BoundCall& bound);
   void reach(const Call& call, const Program& program, const std::string& what);
-  void look(const Call& call, std::uint64_t seq, const Execution& execution, Nanoseconds waited) const;
+  void look(const Call& call, std::uint64_t seq, const Execution& execution, Nanoseconds waited);
+  void warn_if_long(const Call& call, std::uint64_t seq, const Execution& execution, int blocked_on,
+                    Nanoseconds waited);
+  int waits_in(const Call& call, std::uint64_t seq, int rank) const;
   int gpu_waiting_for(int rank) const;
   template <class F>
   int end_of_chain(int peer, F waiting_for) const;
   [[noreturn]] void throw_mismatch(const Call& call, std::uint64_t seq, int peer) const;
-  [[noreturn]] void throw_timeout(const Call& call, std::uint64_t seq, const Execution& execution, int blocked_on,
-                                  Nanoseconds waited) const;
+  struct Late {
+    int culprit;
+    std::string text;
+  };
+  Late who_is_late(const Call& call, std::uint64_t seq, int blocked_on) const;
 
   const std::shared_ptr<Team> team_;
   Workspace workspace_;
@@ -51,6 +58,12 @@ class SharedMemoryEngine final : public Engine {
   Ways ways_;                        // in which values are passed on, and outputs stored
   std::set<const Program*> linked_;  // whose peers on other hosts have been reached
   Placement placement_;
+  // What the present call waits at, and at which time of the call it began to.
+  struct {
+    std::uint64_t obstacle = 0;
+    Nanoseconds since = 0;
+    Reminder reminder;
+  } stuck_;
 };
 
 }  // namespace ringreduce

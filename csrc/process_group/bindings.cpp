@@ -293,7 +293,8 @@ std::vector<RankName> rank_names(const Names& names) {
 
 c10::intrusive_ptr<Group> make_group(const py::kwargs& given) {
   auto members = from_keywords<Members>(given);
-  members.warn = [](const std::string& text) { TORCH_WARN(text); };
+  // Not TORCH_WARN: inside of backward(), Python keeps those until the call that waits is over.
+  members.warn = [](const std::string& text) { LOG(WARNING) << text; };
   members.group = {members.settings.name, members.settings.job};
   return c10::make_intrusive<Group>(Team::of(members), std::move(members.settings));
 }
@@ -305,6 +306,7 @@ void bind_roster(py::module_& m) {
                &M::memory, "memory_threads", &M::threads, "arenas", &M::arenas, "elsewhere", &M::elsewhere, "settings",
                &M::settings)
       .def_property("names", nullptr, [](M& members, const Names& names) { members.names = rank_names(names); })
+      .def_property("warn_after", nullptr, [](M& members, double after) { members.warn_after = nanoseconds(after); })
       .def_property("lends_arena", nullptr,
                     [](M& members, bool lends) { members.arena = lends ? Arena::of_process() : nullptr; })
       .def_property("connect", nullptr,

@@ -4,6 +4,8 @@
 #include <sched.h>
 
 #include <cstring>
+#include <fstream>
+#include <iterator>
 #include <utility>
 
 #include "core/utf8.h"
@@ -65,6 +67,34 @@ std::string Fate::words(int rank) const {
 std::string Fate::how_gone(int rank) const {
   std::lock_guard lock(mutex_);
   return words(rank);
+}
+
+std::string Fate::condition(int rank) const {
+  std::string pid, word;
+  {
+    std::lock_guard lock(mutex_);
+    // The number that the process has in our PID namespace, which need not be that of its own.
+    std::ifstream known("/proc/self/fdinfo/" + std::to_string(at(rank).pidfd.get()));
+    while (known >> word && word != "Pid:") {
+    }
+    known >> pid;
+  }
+  std::ifstream file("/proc/" + pid + "/stat");
+  const std::string stat{std::istreambuf_iterator<char>(file), {}};
+  const std::size_t name_ends = stat.rfind(") ");  // a program may be called anything
+  switch (name_ends < stat.size() - 2 ? stat[name_ends + 2] : 'X') {
+    case 'T':
+      return "is stopped; `kill -CONT " + pid + "` lets it go on";
+    case 't':
+      return "is stopped by a debugger";
+    case 'R':
+      return "lives; its main thread is running";
+    case 'S':
+    case 'D':
+      return "lives; its main thread sleeps";
+    default:
+      return "";
+  }
 }
 
 void Fate::abort(const Error& error, int reporter) {

@@ -81,6 +81,9 @@ class Fate {
   std::vector<int> silent() const { return find_gone(true, false); }
   // Which of these it is, in words: "died", "left the group", "is out of reach: Connection reset by peer (...)".
   std::string how_gone(int rank) const;
+  // How the process of a rank on this host fares: "is stopped; `kill -CONT 812` lets it go on", "lives; its main thread
+  // sleeps". Empty if that cannot be seen.
+  std::string condition(int rank) const;
 
   // Makes `error` the team's fatal error, unless there is one already, and wakes everybody. `reporter`: who found it,
   // if it was not this rank.

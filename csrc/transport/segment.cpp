@@ -6,12 +6,23 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
+#include <mutex>
+#include <set>
 #include <string>
 #include <utility>
 
+#include "core/fork.h"
 #include "core/utf8.h"
 
 namespace ringreduce {
+namespace {
+
+struct Mapped {
+  std::mutex mutex;
+  std::set<const Segment*> segments;
+};
+
+}  // namespace
 
 std::size_t Geometry::segment_bytes() const { return Segment::kHeaderBytes + Layout(*this).region_bytes * ranks; }
 
@@ -23,6 +34,26 @@ Segment::Segment(const FileDescriptor& memfd, const Geometry& geometry)
                 "cannot map " + std::to_string(bytes_) +
                     " bytes of shared memory (RINGREDUCE_CHANNEL_BYTES lowers it): " + std::strerror(errno));
   base_ = static_cast<std::byte*>(mapped);
+  auto& all = process_wide<Mapped>();
+  std::lock_guard lock(all.mutex);
+  all.segments.insert(this);
+}
+
+void Segment::each_of_process(const std::function<void(const Segment&)>& look) {
+  auto& all = process_wide<Mapped>();
+  std::lock_guard lock(all.mutex);
+  for (const Segment* segment : all.segments) look(*segment);
+}
+
+std::string Segment::name() const {
+  const Header& shown = header();
+  if (shown.format.load(std::memory_order_acquire) == 0) return "";
+  return {shown.name, strnlen(shown.name, sizeof(shown.name))};
+}
+
+int Segment::global_rank(int rank) const {
+  const RankControl& control = region(rank).control();
+  return control.state.load(std::memory_order_acquire) == RankState::absent ? rank : control.global_rank.load();
 }
 
 void Segment::cannot_take_part(const FileDescriptor& memfd, int rank, const RankName& name, const Error& error) {
@@ -48,6 +79,13 @@ void Segment::show(FileDescriptor memfd, const Title& group) {
   shown_ = std::move(memfd);
 }
 
-Segment::~Segment() { munmap(base_, bytes_); }
+Segment::~Segment() {
+  {
+    auto& all = process_wide<Mapped>();
+    std::lock_guard lock(all.mutex);
+    all.segments.erase(this);
+  }
+  munmap(base_, bytes_);
+}
 
 }  // namespace ringreduce

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #include "core/file_descriptor.h"
@@ -45,6 +46,13 @@ class Segment {
   // For a rank that has met the others and then cannot map what they share: they find the reason as the team's error.
   static void cannot_take_part(const FileDescriptor& memfd, int rank, const RankName& name, const Error& error);
 
+  // All that this process has mapped, one after the other. None ends meanwhile.
+  static void each_of_process(const std::function<void(const Segment&)>& look);
+
+  // Of the group; empty until a rank has called show().
+  std::string name() const;
+  // The global rank of a rank; its rank in the group, if it is on another host.
+  int global_rank(int rank) const;
   const Layout& layout() const { return layout_; }
   AbortRecord& abort_record() const { return header().abort; }
   std::atomic<std::uint32_t>& copies() const { return header().copies; }

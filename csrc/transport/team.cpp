@@ -64,6 +64,7 @@ Team::Team(const Roster& roster, std::shared_ptr<Segment> segment)
       arena_(roster.arena),
       disconnect_(roster.disconnect),
       warn_(roster.warn),
+      warn_after_(roster.warn_after),
       layout_(segment_->layout()),
       region_(segment_->region(rank_)),
       copies_(segment_->copies()),
@@ -148,11 +149,8 @@ bool Team::has_accessed(int peer, int error, const char* what) {
   if (error == 0) return true;
   if (copies_.exchange(1, std::memory_order_seq_cst) == 0) {
     wake_all();
-    if (warn_)
-      warn_(fate_.number(rank_) + " cannot " + what + " the memory of " + fate_.describe(peer) +
-            " any more: " + std::strerror(error) +
-            "; the group copies tensors from now on, as with "
-            "RINGREDUCE_FETCH=0");
+    warn(fate_.number(rank_) + " cannot " + what + " the memory of " + fate_.describe(peer) +
+         " any more: " + std::strerror(error) + "; the group copies tensors from now on, as with RINGREDUCE_FETCH=0");
   }
   return false;
 }

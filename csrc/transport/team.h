@@ -37,7 +37,8 @@ struct Roster {
   std::vector<bool> elsewhere = {};              // by rank: whether it is on another host; none: all are on this one
   Links::Connect connect = {};
   std::function<void()> disconnect = {};  // called once, when no more links are needed; must not throw. Or null
-  std::function<void(const std::string&)> warn = {};  // told what ends access to peers' memory; or null
+  std::function<void(const std::string&)> warn = {};  // told what the user should know; or null
+  Nanoseconds warn_after = kForever;                  // how long a rank waits before warn() is told for whom
 };
 
 class Team {
@@ -82,6 +83,13 @@ class Team {
   // Lets no peer into this process any more. Returns when no write is under way.
   void close_memory();
 
+  // Tells the user. Without a lock held, since it may take long.
+  void warn(const std::string& text) const {
+    if (warn_) warn_(text);
+  }
+  Nanoseconds warn_after() const { return warn_after_; }
+  std::string group_name() const { return segment_->name(); }
+
   // Tells all who wait that this rank's control block has changed.
   void control_changed();
   // " (10.0.0.1:5 -> 10.0.0.2:6 via eth0)", how a rank on another host is reached; else nothing.
@@ -104,6 +112,7 @@ class Team {
   const std::shared_ptr<Arena> arena_;
   const std::function<void()> disconnect_;
   const std::function<void(const std::string&)> warn_;
+  const Nanoseconds warn_after_;
   const Layout layout_;
   const Region region_;  // of this rank
   std::atomic<std::uint32_t>& copies_;

@@ -13,6 +13,24 @@ Found = TypeVar("Found")
 CHECK_PROCESSES, CHECK_BY_RANK = 0.25, 0.001
 """Seconds between two looks whether processes have ended, and the same for each rank."""
 
+WARN_AFTER = 60.0
+"""Seconds after which a rank first tells its user for whom it waits, while a group is made and in calls."""
+
+
+class Reminder:
+    """When a wait is told: after `WARN_AFTER`, then each time that it has doubled, and at least after ten times
+    `WARN_AFTER` more. The engine has the same rule (csrc/engine/late.h)."""
+
+    def __init__(self) -> None:
+        self.next = WARN_AFTER
+        """How long the wait is then, in seconds."""
+
+    def due(self, waited: float) -> bool:
+        if waited < self.next:
+            return False
+        self.next = waited + min(waited, 10 * WARN_AFTER)
+        return True
+
 
 class Pauses(NamedTuple):
     """The pauses between two looks, in seconds: a share of the time waited so far, between a shortest and a longest."""

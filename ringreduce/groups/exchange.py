@@ -39,7 +39,7 @@ from ringreduce.common.ranks import call_ranks
 from ringreduce.coordination.endpoint import Endpoint, PreparedEndpoint
 from ringreduce.coordination.process import Who, has_ended, identity, process_began
 from ringreduce.coordination.store import Store, value_of
-from ringreduce.coordination.wait import CHECK_BY_RANK, CHECK_PROCESSES, Pauses
+from ringreduce.coordination.wait import CHECK_BY_RANK, CHECK_PROCESSES, Pauses, Reminder
 from ringreduce.groups.order import Order
 
 PAUSES = Pauses(1 / 4, 0.0002, 0.05)
@@ -53,10 +53,6 @@ LOOKS = 10
 """Where a look at the store takes longer than a tenth of the longest pause, other questions wait for so many looks."""
 LEST = 1.0
 """Seconds that the others wait longer than rank 0, which can tell them whom it has missed."""
-
-LOG_AFTER, LOG_AT_LEAST_EVERY = 60.0, 600.0
-"""Seconds after which a rank first logs for whom it waits; then each time that the wait has doubled, and at least so
-often."""
 
 WHO = "who"
 """The first phase, in which all ranks tell at least {"who": identity()}."""
@@ -357,7 +353,7 @@ class Exchange:
         """
         began = checked = asked = before = time.monotonic()
         deadline = deadline or self.deadline + (0.0 if whom else LEST)
-        log_at = began + LOG_AFTER
+        reminder = Reminder()
         pause, pauses = (
             first,
             PAUSES._replace(
@@ -387,8 +383,7 @@ class Exchange:
                         text = self.call(missing) if missing else f"{self.call([0])}, which waits for all ranks,"
                         culprit = missing[0] if missing else 0
                         raise CollectiveTimeout(f"making the group: {text} did not come in time", culprit)
-                    if now > log_at and turn:
-                        log_at = now + min(now - began, LOG_AT_LEAST_EVERY)
+                    if turn and reminder.due(now - began):
                         self._log_who_is_missing(missing, now - began)
                     if self._order and turn and (missing or not self.attempt):
                         self._order.look(missing or [0])

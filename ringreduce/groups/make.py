@@ -40,6 +40,7 @@ from ringreduce.config import (
     slicing_for,
     slot_bytes_for,
 )
+from ringreduce.coordination import wait
 from ringreduce.coordination.endpoint import Config
 from ringreduce.coordination.ledger import Ledger, ledger_bytes
 from ringreduce.coordination.process import identity
@@ -277,6 +278,7 @@ class GroupSpec:
                 elsewhere=links.elsewhere if links else [],
                 connect=links.connect if links else None,
                 disconnect=links.close if links else None,
+                warn_after=wait.WARN_AFTER,
                 settings=settings,
             )
         except BaseException:  # it has taken the descriptors all the same

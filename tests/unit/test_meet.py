@@ -22,7 +22,7 @@ import pytest
 from processes import Logged
 from torch.distributed import HashStore
 
-from ringreduce.coordination import watch
+from ringreduce.coordination import wait, watch
 from ringreduce.coordination.endpoint import Address, Location, PreparedEndpoint
 from ringreduce.coordination.process import has_ended, identity, local_network, open_process, own_pidfd
 from ringreduce.coordination.protocol import Member, View
@@ -579,7 +579,7 @@ def test_ranks_that_want_groups_of_other_ranks() -> None:
 
 
 def test_who_waits_logs_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange_module, "LOG_AFTER", 0.3)
+    monkeypatch.setattr(wait, "WARN_AFTER", 0.3)
     logged, store = Logged(), HashStore()
     exchanges = [Exchange(store, rank, 4, 2.5, ranks=[1, 3, 5, 7]) for rank in range(2)]
     errors = both(*(lambda e=e: meet(e, lambda _: PAGE, {}, lambda *_: "") for e in exchanges))  # type: ignore[misc]
