@@ -32,6 +32,11 @@ class Reminder:
         return True
 
 
+def at_first(deadline: float) -> float:
+    """For how many seconds a wait lasts before it is over, or is told."""
+    return max(0.0, min(deadline - time.monotonic(), WARN_AFTER))
+
+
 class Pauses(NamedTuple):
     """The pauses between two looks, in seconds: a share of the time waited so far, between a shortest and a longest."""
 

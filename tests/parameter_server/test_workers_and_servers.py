@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -17,8 +18,10 @@ import pytest
 import torch
 from bodies.parameter_server import APART, NEAR, SMALL, alone, join, on_any_hosts, placed, train
 from distributed.harness import Rank, Ranks, run
+from processes import Logged
 
 import ringreduce.parameter_server as ps
+from ringreduce.coordination import wait
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, ServerLost
 
 # ---- bits ------------------------------------------------------------------------------------------------------------
@@ -176,32 +179,42 @@ def test_a_worker_may_come_later(hosts: tuple[int, ...]) -> None:
     assert run(placed, 3, hosts, with_late_worker) == [[102.0, 102.0]] * 3
 
 
-def waits_in_vain(me: Rank) -> tuple[str, list[str]]:
+def waits_in_vain(me: Rank) -> tuple[str, list[str], list[str]]:
+    wait.WARN_AFTER = 0.4
     with join(me) as kv:
         w = torch.zeros(10)
         kv.init({"w": w}, update=ps.reduce("sum"))
         me.meet("made")
-        said, late = "", []
+        said, late, logged = "", list[str](), Logged("ringreduce.parameter_server.client")
+
+        def tell_when_logged() -> None:
+            while not logged.messages:
+                time.sleep(0.01)
+            me.store.set("told", "")
+
         if me.rank == 0:
             pending = kv.push("w", torch.ones(10))
             with pytest.raises(CollectiveTimeout) as raised:
                 pending.wait(timeout=0.3)
             said = str(raised.value)
-            me.meet("timed out")
+            lets_go_on = threading.Thread(target=tell_when_logged)
+            lets_go_on.start()
             late = pending.wait()  # it lives on
+            lets_go_on.join()
         else:
-            me.meet("timed out")
+            me.store.wait(["told"])
             kv.push("w", torch.ones(10)).wait()
         kv.pull("w", w)
         assert w[0] == 2
-        return said, late
+        return said, late, logged.messages
 
 
 @on_any_hosts
-def test_a_timeout_names_who_is_waited_for_and_harms_nothing(hosts: tuple[int, ...]) -> None:
-    (said, late), _ = run(placed, 2, hosts, waits_in_vain)
-    assert "'w' on server 0 (" in said and "waits for worker 1 (" in said and "pid" in said
-    assert late == []
+def test_who_is_waited_for_is_logged_and_named_by_a_timeout_which_harms_nothing(hosts: tuple[int, ...]) -> None:
+    (said, late, logged), _ = run(placed, 2, hosts, waits_in_vain)
+    for text in said, logged[0]:
+        assert "'w' on server 0 (" in text and "waits for worker 1 (" in text and "pid" in text
+    assert late == [] and "; worker 0 has waited 0 s, and will wait " in logged[0]
 
 
 def is_interrupted(me: Rank) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from ringreduce import _C
+from ringreduce.coordination.wait import Found, Reminder, at_first
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, ServerLost, SystemFailure, UpdateFailed
 from ringreduce.parameter_server.arguments import Timeout, check_average, check_key, check_wire, readable, seconds
 from ringreduce.parameter_server.checks import shown
@@ -23,6 +25,8 @@ from ringreduce.parameter_server.exits import open_until_exit
 from ringreduce.parameter_server.modes import Mode
 from ringreduce.parameter_server.placement import cut, elements_per_block, place
 from ringreduce.parameter_server.updates import CHANGEABLE, UpdateRule, check_dtype, numbers_of, same_but_numbers
+
+log = logging.getLogger(__name__)
 
 _CREATED_AT_ONCE = 1000
 """The most blocks in one control message."""
@@ -98,10 +102,14 @@ class Calls:
     def finish(self, key: str, call: _C.ParameterCall, deadline: float, kind: str = "") -> bool:
         """Waits for a call about `key`, or one of `kind` "clock", "barrier" or "leave". Returns whether a push came
         late for some block. Raises the error of a call that went wrong."""
-        if not self.client.wait(call, timeout=max(0.0, deadline - time.monotonic())):
-            answered = {(server, block) for server, block, _, _ in call.answers}
-            waiting = next((each for each in call.asked if each not in answered), (0, 0))
-            raise CollectiveTimeout(self.who_is_late(key, *waiting, kind))
+        if not self.client.wait(call, timeout=at_first(deadline)):
+
+            def who_is_late() -> str:
+                answered = {(server, block) for server, block, _, _ in call.answers}
+                waiting = next((each for each in call.asked if each not in answered), (0, 0))
+                return self.who_is_late(key, *waiting, kind)
+
+            self.wait_on(lambda seconds: self.client.wait(call, timeout=seconds), who_is_late, deadline)
         if call.went_well:
             return False
         late = False
@@ -122,6 +130,24 @@ class Calls:
             late |= outcome == "late"
         return late
 
+    def wait_on(self, wait: Callable[[float], Found], who_is_late: Callable[[], str], deadline: float) -> Found:
+        """Goes on with a wait that has lasted for `at_first(deadline)`.
+
+        Returns what `wait(seconds)` returns, which is None or False after so long in vain. Logs now and then who is
+        late, and raises `CollectiveTimeout` at the deadline.
+        """
+        reminder = Reminder()
+        began = time.monotonic() - reminder.next
+        while (left := deadline - time.monotonic()) > 0:
+            waited = time.monotonic() - began
+            if reminder.due(waited):
+                text = "%s; worker %d has waited %.0f s, and will wait %.0f s more"
+                log.warning(text, who_is_late(), self.entry.worker, waited, left)
+            found = wait(min(left, reminder.next - waited))
+            if found is not None and found is not False:
+                return found
+        raise CollectiveTimeout(who_is_late())
+
     def who_is_late(self, key: str, server: int, block: int, kind: str = "") -> str:
         """Returns a text that says for whom an unanswered request waits."""
         name = self.questions.name_of(server)
@@ -139,7 +165,7 @@ class Calls:
                 why = f"no other worker is missing: it has no value yet, or is being updated, or {why}"
             except (CollectiveTimeout, ServerLost, SystemFailure) as error:
                 why = str(error)
-        return f"{what} was not ready in time; {why}"
+        return f"{what} is not ready; {why}"
 
     # ---- keys --------------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ringreduce import _C
+from ringreduce.coordination.wait import at_first
 from ringreduce.errors import CollectiveTimeout, InvalidArgument
 from ringreduce.parameter_server.arguments import Timeout, check_priority, check_weight, readable, writable
 from ringreduce.parameter_server.client.calls import Calls
@@ -144,10 +145,14 @@ class Pulls:
         if pull.near is not known.near:
             return None
         if known.near:
-            left = max(0.0, deadline - time.monotonic())
-            read = self._calls.client.read(known.here, pull.memory, left)
+            client, here = self._calls.client, known.here
+            read = client.read(here, pull.memory, at_first(deadline))
             if read is None:
-                raise CollectiveTimeout(self._who_is_late(pull))
+
+                def again(seconds: float) -> list[int] | None:
+                    return client.read(here, pull.memory, seconds)
+
+                read = self._calls.wait_on(again, lambda: self._who_is_late(pull), deadline)
             if not read:
                 return None
             found |= {part[:2]: version for part, version in zip(known.near, read, strict=True)}
