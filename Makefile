@@ -270,9 +270,8 @@ lint: $(VENV)/.test-tools
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(PY) .ci/check_descriptors.py
+	$(PY) .ci/check_calls.py
 	@echo lint-imports; $(LINT_IMPORTS)
-	$(PY) .ci/check_devices.py
 	@echo clang-format --dry-run; $(CLANG_FORMAT) --dry-run -Werror $(CPP)
 
 # All pages anew each time (-E): Sphinx would not repeat the warnings of pages that it has read before. It needs no

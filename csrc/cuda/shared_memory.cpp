@@ -8,14 +8,15 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
-#include <fstream>
 #include <map>
 #include <mutex>
 #include <optional>
 #include <random>
+#include <string>
 #include <utility>
 
 #include "core/arithmetic.h"
+#include "core/boot_id.h"
 #include "core/descriptors.h"
 #include "cuda/lent_descriptor.h"
 
@@ -32,9 +33,7 @@ constexpr const char *kGpu = "gpu", *kWords = "words";  // descriptors that are 
 
 // This host since it was started: its boot id.
 std::uint64_t this_host() {
-  std::ifstream file("/proc/sys/kernel/random/boot_id");
-  std::string text;
-  std::getline(file, text);
+  std::string text = boot_id();
   std::erase(text, '-');
   return std::strtoull(text.substr(0, 16).c_str(), nullptr, 16);
 }

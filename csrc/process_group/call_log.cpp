@@ -25,6 +25,7 @@
 #include <typeinfo>
 #include <utility>
 
+#include "core/boot_id.h"
 #include "core/fork.h"
 #include "core/threads.h"
 #include "process_group/compat.h"
@@ -338,8 +339,6 @@ CallLog::Snapshot CallLog::snapshot() {
 c10::Dict<c10::IValue, c10::IValue> CallLog::origin(const std::vector<Group>& groups) {
   std::array<char, 256> host{};
   gethostname(host.data(), host.size() - 1);
-  std::string boot;
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
   auto ids = c10d::new_list();
   for (const Group& group : groups) {
     auto of_group = c10d::new_dict();
@@ -353,7 +352,7 @@ c10::Dict<c10::IValue, c10::IValue> CallLog::origin(const std::vector<Group>& gr
   auto result = c10d::new_dict();
   result.insert("host", std::string(host.data()));
   result.insert("pid", static_cast<std::int64_t>(getpid()));
-  result.insert("boot", boot);
+  result.insert("boot", boot_id());
   result.insert("groups", ids);
   return result;
 }

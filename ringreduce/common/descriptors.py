@@ -3,7 +3,7 @@
 A process may run with its standard streams closed: a daemon, or one started as `ssh host "program <&- >&- 2>&-"`. The
 next descriptor that it makes gets the number 0, 1 or 2, and what a library prints goes into whatever that is: shared
 memory, or a connection. So every descriptor of ours is made through one of these functions, or in C++ through those of
-core/descriptors.h; .ci/check_descriptors.py finds those that are not. torch's and the program's own are left alone, and
+core/descriptors.h; .ci/check_calls.py finds those that are not. torch's and the program's own are left alone, and
 so are the closed streams: a program may open them later.
 """
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SPEC = importlib.util.spec_from_file_location("check_descriptors", ROOT / ".ci" / "check_descriptors.py")
+SPEC = importlib.util.spec_from_file_location("check_calls", ROOT / ".ci" / "check_calls.py")
 assert SPEC is not None and SPEC.loader is not None
 CHECKER = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(CHECKER)

@@ -1,11 +1,14 @@
-"""Finds descriptors that may be numbered 0, 1 or 2: `make lint`.
+"""Finds calls that lack something which every such call must have: `make lint`.
 
-What makes or receives a descriptor must stand inside a call of above_streams or make_above_streams (in Python, see
+**Descriptors** may not be numbered 0, 1 or 2. What makes or receives a descriptor must stand inside a call of above_streams or make_above_streams (in Python, see
 ringreduce/common/descriptors.py; in C++, core/descriptors.h), or be replaced by one of the functions beside these.
 Exempt are commands (ringreduce/cli), which begin by opening the standard streams that are closed; csrc/stress; and what
 is open for a moment only, as files are that are read in a `with`.
 
-    python .ci/check_descriptors.py [FOLDER]    # which has ringreduce and csrc; prints file:line of each, exit code 1
+**Tensors** that the package makes for itself must say on which device, since a program may call
+`torch.set_default_device("cuda")`.
+
+    python .ci/check_calls.py [FOLDER]    # which has ringreduce and csrc; prints file:line of each, exit code 1
 """
 
 from __future__ import annotations
@@ -16,6 +19,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from torch.utils._device import _device_constructors
+
+MAKE_TENSORS = {f"torch.{function.__name__}" for function in _device_constructors()}
 HELPERS = {"above_streams", "make_above_streams"}
 MAKERS = {
     "asyncio": "run new_event_loop",
@@ -44,10 +50,15 @@ CPP = re.compile(
 COMMENT_OR_STRING = re.compile(r'//[^\n]*|/\*[\s\S]*?\*/|"(?:\\.|[^"\\\n])*"')
 
 
-def in_python(path: Path) -> Iterator[tuple[int, str]]:
-    """The line and the name of each maker that is used outside of the helpers."""
-    methods = METHODS - {"recvmsg"} if path.as_posix().endswith(RECEIVES) else METHODS
-    tree = ast.parse(path.read_text())
+def tensors(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """The line and the name of each maker of a tensor that is not told the device."""
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        if (name := ast.unparse(call.func)) in MAKE_TENSORS and all(each.arg != "device" for each in call.keywords):
+            yield call.lineno, name
+
+
+def descriptors(tree: ast.Module, methods: set[str]) -> Iterator[tuple[int, str]]:
+    """The line and the name of each maker of a descriptor that is used outside of the helpers."""
     inside: set[int] = set()
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         # `map(above_streams, pair)` is a call of the helper, too.
@@ -80,21 +91,22 @@ def in_cpp(path: Path) -> Iterator[tuple[int, str]]:
 
 def check(folder: Path) -> list[str]:
     """What is wrong in the folder, one line each."""
+    numbers = "may make a descriptor 0, 1 or 2; pass it through above_streams"
     found = []
     for path in sorted((folder / "ringreduce").rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        found += [(path, *each, "needs device=, whatever torch's default device is") for each in tensors(tree)]
         if path.relative_to(folder).parts[1] != "cli":
-            found += [(path, *each) for each in in_python(path)]
+            methods = METHODS - {"recvmsg"} if path.as_posix().endswith(RECEIVES) else METHODS
+            found += [(path, *each, numbers) for each in descriptors(tree, methods)]
     for path in sorted((folder / "csrc").rglob("*.*")):
         exempt = path.name == "descriptors.cpp" or path.relative_to(folder).parts[1] == "stress"
         if path.is_file() and not exempt:
-            found += [(path, *each) for each in in_cpp(path)]
-    return [
-        f"{path.relative_to(folder)}:{line}: {name} may make a descriptor 0, 1 or 2; pass it through above_streams"
-        for path, line, name in found
-    ]
+            found += [(path, *each, numbers) for each in in_cpp(path)]
+    return [f"{path.relative_to(folder)}:{line}: {name} {what}" for path, line, name, what in found]
 
 
 if __name__ == "__main__":
     wrong = check(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent.parent)
-    print("\n".join(wrong) or "descriptors: all are 3 or higher")
+    print("\n".join(wrong) or "descriptors: all are 3 or higher; tensors: all are told where")
     sys.exit(bool(wrong))
