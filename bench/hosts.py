@@ -35,8 +35,9 @@ from typing import Any
 import harness
 import torch
 import torch.distributed as dist
-from peer_worker import BITS, Bits, Call, obey, private
-from peers import slowest, write_inputs
+
+from ringreduce.cli.bench.turns import slowest
+from ringreduce.cli.bench.worker import BITS, Bits, Call, obey, private, write_inputs
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[1:1] = [str(ROOT), str(ROOT / "tests")]  # ringreduce, where it is not installed, and the network
@@ -135,7 +136,7 @@ def least_out(collective: str, hosts: int, ranks: int, size: int) -> float:
 
 
 class Group:
-    """A group of all ranks on one backend, as peer_worker.obey wants it."""
+    """A group of all ranks on one backend, as ringreduce.cli.bench.worker.obey wants it."""
 
     version = ""
 
@@ -178,7 +179,7 @@ def serve(me: Rank, backends: Sequence[str], transport: str, timeout: float) -> 
 
 
 def time_barrier(group: Group, order: dict[str, Any]) -> dict[str, Any]:
-    """As peer_worker.obey does, of calls without data."""
+    """As ringreduce.cli.bench.worker.obey does, of calls without data."""
     group.barrier()
     marks = [time.perf_counter_ns()]
     for _ in range(order["iterations"]):

@@ -20,7 +20,6 @@ import argparse
 import contextlib
 import itertools
 import json
-import math
 import os
 import signal
 import statistics
@@ -34,13 +33,15 @@ from pathlib import Path
 from typing import Any
 
 import harness
-import numpy as np
-import torch
 from cache_probe import caches
-from peer_team import COPIES, MPIS, BackendFailed, Team, install_all
-from peer_worker import BITS, Layout
+from peer_team import COPIES, MPIS, install_all, start_of
 from rich.console import Console
 from rich.table import Table
+
+from ringreduce.cli.bench import turns
+from ringreduce.cli.bench.team import BackendFailed, Team
+from ringreduce.cli.bench.turns import free_memory, take_turns
+from ringreduce.cli.bench.worker import BITS, Layout, write_inputs
 
 FOLDER = Path(__file__).resolve().parent
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
@@ -111,26 +112,18 @@ class Row:
 
 
 @dataclass
-class Tally:
-    """What the rounds have found so far for one row, by backend or kind of copy."""
+class Tally(turns.Tally):
+    """Of one row; for the copies, the rate at which they ran."""
 
-    layout: Layout
-    size: int  # bytes
-    times_us: dict[str, list[float]] = field(default_factory=dict)
-    means_us: dict[str, list[float]] = field(default_factory=dict)
+    layout: Layout = field(kw_only=True)
+    size: int = field(kw_only=True)  # bytes
     copy_gbs: dict[str, list[float]] = field(default_factory=dict)
-    wrong: dict[str, int] = field(default_factory=dict)
-    estimate_us: dict[str, float] = field(default_factory=dict)  # of one call
 
     def add(self, name: str, answers: Sequence[dict[str, Any]], counted: bool) -> None:
-        """Take in a batch of the team `name`; its time only if it is `counted`."""
-        self.estimate_us[name] = slowest(answers)
-        self.wrong[name] = self.wrong.get(name, 0) + sum(answer["wrong"] for answer in answers)
+        super().add(name, answers, counted)
         if counted and name in COPIES:
             self.copy_gbs.setdefault(name, []).append(copy_rate(answers, self.size))
-        elif counted:
-            self.times_us.setdefault(name, []).append(slowest(answers))
-            self.means_us.setdefault(name, []).append(mean(answers))
+            del self.times_us[name], self.means_us[name]
 
 
 def least_traffic(collective: str, ranks: int, size: int) -> int:
@@ -149,17 +142,6 @@ def least_traffic(collective: str, ranks: int, size: int) -> int:
     return round(read + written)
 
 
-def slowest(answers: Sequence[dict[str, Any]]) -> float:
-    """The figure of a batch in us: the median over its calls of the slowest rank's time."""
-    calls = zip(*(answer["times_ns"] for answer in answers), strict=True)
-    return statistics.median(float(max(times)) for times in calls) / 1e3
-
-
-def mean(answers: Sequence[dict[str, Any]]) -> float:
-    """The batch's duration on its slowest rank over its calls, in us: it counts the calls that waited for a core."""
-    return float(max(statistics.fmean(answer["times_ns"]) for answer in answers)) / 1e3
-
-
 def copy_rate(answers: Sequence[dict[str, Any]], size: int) -> float:
     """GB/s read and written by all the processes that copied `size` bytes at the same time."""
     return sum(2 * size / float(statistics.median(answer["times_ns"])) for answer in answers)
@@ -168,7 +150,7 @@ def copy_rate(answers: Sequence[dict[str, Any]], size: int) -> float:
 def make_row(tally: Tally, dtype: str, cases: Sequence[str]) -> Row:
     """The row of what its rounds found."""
     layout, size = tally.layout, tally.size
-    median_us = {name: statistics.median(times) for name, times in tally.times_us.items()}
+    median_us = tally.median_us
     rates = [statistics.median(rates) for rates in tally.copy_gbs.values()]
     limit = None
     if rates and size >= LEAST_LIMIT:
@@ -212,7 +194,7 @@ def open_teams(
         for name in names:
             size = min(ranks, len(os.sched_getaffinity(0))) if name in COPIES else ranks
             try:
-                teams.append(Team(name, size, folder, settings.timeout))
+                teams.append(Team(name, size, folder, settings.timeout, *start_of(name, size)))
                 stack.callback(teams[-1].close)
             except BackendFailed as error:
                 give_up(notes, error)
@@ -238,44 +220,35 @@ def measure(
         size = layout.count * itemsize
         needed = ranks * (layout.inputs + (0 if layout.in_place else layout.outputs)) * itemsize
         if needed < free_memory():
-            tallies.append(Tally(layout, size))
+            tallies.append(Tally(layout=layout, size=size))
         else:
             notes.append(f"{collective} of {size} B with {ranks} ranks: needs {needed / 1e9:.1f} GB")
 
-    def batch(tally: Tally, team: Team, counted: bool) -> None:
-        fitting = settings.batch_time * 1e6 / tally.estimate_us.get(team.name, math.inf)
-        answers = team.run(
-            collective="copy" if team.name in COPIES else collective,
-            dtype=settings.dtype,
-            bytes=tally.size,
-            iterations=min(max(LEAST_ITERATIONS, round(fitting)), harness.Schedule.MAX_BATCH),
-            call=next(calls),
-            inputs=str(inputs),
-        )
-        tally.add(team.name, answers, counted)
+    def order(tally: Tally, team: Team) -> dict[str, Any]:
+        return {
+            "collective": "copy" if team.name in COPIES else collective,
+            "dtype": settings.dtype,
+            "bytes": tally.size,
+            "call": next(calls),
+            "inputs": str(inputs),
+        }
 
+    rounds = take_turns(
+        tallies,
+        teams,
+        order,
+        lambda error: give_up(notes, error),
+        rounds=settings.rounds,
+        batch_time=settings.batch_time,
+        least=LEAST_ITERATIONS,
+    )
     with harness.Progress(f"{collective}, {ranks} ranks", settings.rounds + 1, shown=True) as progress:
-        for turn in range(settings.rounds + 1):
-            if turn and (found := probe()):
-                probes.append(found)
-            for tally, team in itertools.product(tallies, tuple(teams)):
-                if team not in teams:
-                    continue
-                try:
-                    batch(tally, team, counted=turn > 0)
-                except BackendFailed as error:
-                    give_up(notes, error)
-                    teams.remove(team)
-                    team.kill()
+        for turn in rounds:
             progress.advance(f"round {turn}" if turn else "warm-up")
+            if turn < settings.rounds and (found := probe()):
+                probes.append(found)
     cases = [found["case"] for found in probes]
     return [make_row(tally, settings.dtype, cases) for tally in tallies], probes, notes
-
-
-def free_memory() -> float:
-    """Bytes that the ranks' buffers may take: what is available, less a quarter for all else."""
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return 0.75 * 1024 * int(fields["MemAvailable"].split()[0])
 
 
 def probe() -> dict[str, Any] | None:
@@ -285,18 +258,6 @@ def probe() -> dict[str, Any] | None:
     output = subprocess.check_output([sys.executable, str(FOLDER / "cache_probe.py")], text=True)
     found: dict[str, Any] = json.loads(output)
     return found
-
-
-def write_inputs(folder: Path, dtype: str, ranks: int) -> Path:
-    """The inputs of all ranks and their sum, as peer_worker.py reads them; the values are those of ExactInputs."""
-    oracle = harness.ExactInputs(harness.DTYPES[dtype], "sum", ranks)
-    table = torch.zeros(ranks + 1, oracle.PERIOD, dtype=oracle.dtype)
-    for rank in range(ranks):
-        oracle.fill(table[rank], rank, 0)
-        table[ranks] += table[rank]
-    path = folder / f"inputs-{ranks}.npy"
-    np.save(path, table.view(torch.uint8).numpy().view(BITS[dtype]))
-    return path
 
 
 def make_header(settings: Settings) -> dict[str, Any]:

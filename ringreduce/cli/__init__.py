@@ -38,6 +38,7 @@ COMMANDS = {
     "simulate": "how long each algorithm takes, over size or ranks",
     "calibrate": "what to expect of a machine, from a log of nccl-tests or rccl-tests",
     "doctor": "what this machine, or the network between hosts, can and cannot do",
+    "bench": "whether ringreduce pays on this machine: Gloo, ringreduce and MPI in turns, and a verdict",
     "info": "versions, every knob with its origin, and what runs for which size",
     "keep": "run a rank, and again when it dies, without the launcher's knowing",
     "serve": "serve tensors by name to workers, as one of the servers of a parameter server",

@@ -5,19 +5,20 @@ from __future__ import annotations
 import io
 import json
 import socket
+import sys
 import threading
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-import peer_team
-import peer_worker
 import peers
 import pytest
-from peer_team import BackendFailed, Team
-from peer_worker import Bits, Call, Copy, Layout
 from peers import COLLECTIVES, Tally
 from rich.console import Console
+
+from ringreduce.cli.bench import worker
+from ringreduce.cli.bench.team import BackendFailed, Team
+from ringreduce.cli.bench.worker import Bits, Call, Copy, Layout
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ def test_sizes_are_rounded_up_to_equal_parts_without_repetition() -> None:
 
 
 def test_row_and_table() -> None:
-    tally = Tally(Layout("all_reduce", 2, 1 << 18), 1 << 20)
+    tally = Tally(layout=Layout("all_reduce", 2, 1 << 18), size=1 << 20)
     for round_us in (100, 400, 200):
         for name, factor in (("ringreduce", 1), ("gloo", 8), ("impi", 2), ("mpich", 3)):
             ranks = [
@@ -71,7 +72,7 @@ def test_row_and_table() -> None:
 
 
 def test_small_rows_have_no_limit() -> None:
-    tally = Tally(Layout("all_reduce", 2, 2), 8)
+    tally = Tally(layout=Layout("all_reduce", 2, 2), size=8)
     tally.add("memcpy", [{"times_ns": [100], "wrong": 0}], counted=True)
     assert peers.make_row(tally, "float32", []).limit_us is None
 
@@ -88,7 +89,7 @@ class Exact:
         pass
 
     def empty(self, count: int, dtype: str) -> Bits:
-        return peer_worker.private(count, dtype)
+        return worker.private(count, dtype)
 
     def call(self, collective: str, dtype: str, source: Bits, output: Bits) -> Call:
         return partial(self._compute, collective, output)
@@ -113,7 +114,7 @@ class Exact:
 @pytest.mark.parametrize("flaw", (0, 1))
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_check_of_results(collective: str, flaw: int, tmp_path: Path) -> None:
-    path = peers.write_inputs(tmp_path, "float32", 4)
+    path = worker.write_inputs(tmp_path, "float32", 4)
     count = 4 * 70_001  # more than a period, and no multiple of one
     order = {
         "collective": collective,
@@ -123,18 +124,18 @@ def test_check_of_results(collective: str, flaw: int, tmp_path: Path) -> None:
         "call": 5,
         "inputs": path,
     }
-    answer = peer_worker.obey(Exact(np.load(path), 5, flaw), order)
+    answer = worker.obey(Exact(np.load(path), 5, flaw), order)
     assert answer["wrong"] == flaw
     assert len(answer["times_ns"]) == 2
 
 
 def test_orders_and_answers(tmp_path: Path) -> None:
     """A rank says hello, answers each order, reports an error instead of dying, and leaves when the driver does."""
-    inputs = peers.write_inputs(tmp_path, "bfloat16", 2)
+    inputs = worker.write_inputs(tmp_path, "bfloat16", 2)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "socket"))
         listener.listen(1)
-        rank = threading.Thread(target=peer_worker.serve, args=(Copy(1, 2), str(tmp_path / "socket")))
+        rank = threading.Thread(target=worker.serve, args=(Copy(1, 2), str(tmp_path / "socket")))
         rank.start()
         connection, _ = listener.accept()
     with connection, connection.makefile("rw") as lines:
@@ -157,13 +158,18 @@ def test_orders_and_answers(tmp_path: Path) -> None:
     assert not rank.is_alive()
 
 
-def test_a_team_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_team, "launch_command", lambda *_: (["sh", "-c", "echo no such fabric; exit 3"], {}))
+def test_a_team_that_does_not_start_says_why(tmp_path: Path) -> None:
     with pytest.raises(BackendFailed, match=r"impi with 2 ranks: .* status 3\nno such fabric"):
-        Team("impi", 2, tmp_path, timeout=30)
+        Team("impi", 2, tmp_path, 30, ["sh", "-c", "echo no such fabric; exit 3"])
 
 
-def test_a_team_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_team, "launch_command", lambda *_: (["sleep", "1000"], None))
+def test_a_team_that_hangs_is_ended(tmp_path: Path) -> None:
     with pytest.raises(BackendFailed, match=r"0 of 2 ranks came within 0.5 s"):
-        Team("impi", 2, tmp_path, timeout=0.5)
+        Team("impi", 2, tmp_path, 0.5, ["sh", "-c", "sleep 1000"])
+
+
+def test_ranks_that_are_each_alone_are_told(tmp_path: Path) -> None:
+    """As a launcher starts them that belongs to another MPI than mpi4py."""
+    alone = f"{sys.executable} $0 memcpy $2 1"
+    with pytest.raises(BackendFailed, match="rank 0 came twice"):
+        Team("impi", 2, tmp_path, 30, ["sh", "-c", f"{alone} & exec {alone}"])

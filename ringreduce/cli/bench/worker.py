@@ -1,10 +1,11 @@
-"""One rank of a backend that peers.py measures: it obeys orders from a socket and sleeps between them.
+"""One rank of a backend that is measured: it obeys orders from a socket and sleeps between them.
 
-    peer_worker.py BACKEND SOCKET RANKS   forks that many ranks (torch's backends and the plain copy)
-    peer_worker.py BACKEND SOCKET         is one rank, started by an MPI launcher
+    worker.py BACKEND SOCKET RANKS   forks that many ranks (torch's backends and the plain copy)
+    worker.py BACKEND SOCKET         is one rank, started by an MPI launcher
 
 Each rank connects to the Unix socket and speaks JSON, an object a line. It opens with {rank, pid, version}; an order
-{collective, dtype, bytes, iterations, call, inputs} is answered by {times_ns, wrong} or {error}; end of file ends it.
+{collective, dtype, bytes, iterations, call, inputs}, or {step, iterations} as steps.py explains, is answered by
+{times_ns, wrong} or {error}; end of file ends it.
 
 `inputs` is a .npy table of raw bits, shape [ranks + 1, period]: what each rank contributes, repeated over its buffer,
 and in the last row the sum. The values are turned by `call`, so that those of an earlier call show. torch and mpi4py
@@ -32,6 +33,7 @@ Call = Callable[[], object]
 
 BITS: dict[str, np.dtype[Any]] = {"float32": np.dtype(np.uint32), "bfloat16": np.dtype(np.uint16)}
 ALIGNMENT = 64  # bytes; torch's own
+PERIOD = 65521  # elements of the inputs; prime, so that data in the wrong place shows
 
 
 @dataclass(frozen=True)
@@ -121,16 +123,19 @@ class Torch:
         self.rank, self.ranks = rank, ranks
         self.shared, self.allocated = name == "ringreduce-shared", name == "ringreduce-allocated"
         dist.init_process_group(
-            "gloo" if name == "gloo" else "ringreduce", init_method=f"file://{meeting}", rank=rank, world_size=ranks
+            "ringreduce" if name.startswith("ringreduce") else "gloo",
+            init_method=f"file://{meeting}",
+            rank=rank,
+            world_size=ranks,
         )
         self.version = f"torch {torch.__version__}"
         self.library: Any = dist
-        if name != "gloo":
+        if name.startswith("ringreduce"):
             import ringreduce
             from ringreduce import _C
 
             self.version = f"{ringreduce.__version__} ({_C.instruction_set()}), {self.version}"
-            if name != "ringreduce-dist":
+            if not name.startswith("ringreduce-dist"):
                 self.library = ringreduce
             if name == "ringreduce-allocated":
                 ringreduce.share_allocations()
@@ -215,6 +220,10 @@ def obey(backend: Backend, order: dict[str, Any]) -> dict[str, Any]:
 
     Every rank starts together and makes one call before those timed.
     """
+    if "step" in order:
+        from ringreduce.cli.bench import steps
+
+        return steps.obey(backend, order)
     dtype, iterations = order["dtype"], order["iterations"]
     layout = Layout(order["collective"], backend.ranks, order["bytes"] // BITS[dtype].itemsize)
     table = np.roll(inputs(order["inputs"]), order["call"], axis=1)
@@ -224,12 +233,7 @@ def obey(backend: Backend, order: dict[str, Any]) -> dict[str, Any]:
 
     source.fill(0)
     output.fill(0)
-    backend.barrier()
-    call()
-    marks = [time.perf_counter_ns()]
-    for _ in range(iterations):
-        call()
-        marks.append(time.perf_counter_ns())
+    times = times_ns(backend, call, iterations)
 
     output.fill(~BITS[dtype].type(0))
     for part, values in periods(source, table[backend.rank], 0):
@@ -240,7 +244,28 @@ def obey(backend: Backend, order: dict[str, Any]) -> dict[str, Any]:
     wrong = 0
     for piece, (row, first) in zip(output.reshape(len(parts), -1), parts, strict=True):
         wrong += sum(int(np.count_nonzero(part != values)) for part, values in periods(piece, table[row], first))
-    return {"times_ns": [b - a for a, b in itertools.pairwise(marks)], "wrong": wrong}
+    return {"times_ns": times, "wrong": wrong}
+
+
+def times_ns(backend: Backend, call: Call, iterations: int) -> list[int]:
+    """How long each of so many calls took, back to back, after a barrier and a call that is not timed."""
+    backend.barrier()
+    call()
+    marks = [time.perf_counter_ns()]
+    for _ in range(iterations):
+        call()
+        marks.append(time.perf_counter_ns())
+    return [b - a for a, b in itertools.pairwise(marks)]
+
+
+def write_inputs(folder: Path, dtype: str, ranks: int) -> Path:
+    """The table that orders name as `inputs`: integers so small that any partial sum is a number of the dtype."""
+    bound = {"float32": 1 << 24, "bfloat16": 1 << 8}[dtype] // ranks
+    values = np.random.default_rng(ranks).integers(-bound, bound + 1, (ranks, PERIOD))
+    table = np.vstack([values, values.sum(axis=0)]).astype(np.float32).view(np.uint32)
+    path = folder / f"inputs-{ranks}.npy"
+    np.save(path, (table >> (32 - 8 * BITS[dtype].itemsize)).astype(BITS[dtype]))
+    return path
 
 
 @functools.lru_cache(maxsize=2)
@@ -295,9 +320,9 @@ def fork_ranks(name: str, path: str, ranks: int) -> int:
 
 
 def main() -> int:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # ringreduce, where it is not installed
     name, path, *ranks = sys.argv[1:]
     if ranks:
+        sys.path[0] = str(Path(__file__).resolve().parents[3])  # ringreduce, where it is not installed
         return fork_ranks(name, path, int(ranks[0]))
     serve(Mpi(), path)
     return 0
