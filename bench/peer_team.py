@@ -1,5 +1,6 @@
 """The MPI libraries that peers.py measures: how each is installed, and how its ranks are started."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ class Mpi:
     package: str
     launcher: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
+    more: tuple[str, ...] = ()  # packages
 
 
 # Each with the settings, of those documented, that were fastest over 64 B to 64 MB and 2 and 4 ranks on 2 Xeon cores.
@@ -35,7 +37,14 @@ MPIS = {
     ),
     "mpich": Mpi("mpich", ("mpiexec.hydra",), {"MPIR_CVAR_DEVICE_COLLECTIVES": "none"}),
     "impi": Mpi("impi-rt", ("mpiexec.hydra",), {"I_MPI_FABRICS": "shm"}),
+    "oneccl": Mpi(
+        "impi-rt",
+        ("mpiexec.hydra",),
+        {"CCL_ATL_TRANSPORT": "mpi", "CCL_LOG_LEVEL": "error", "I_MPI_FABRICS": "shm"},
+        ("oneccl-devel",),
+    ),
 }
+"""oneCCL is no MPI; its ranks are started by one, and talk through it."""
 
 # Plain copies, by glibc's own choice of instructions, and by non-temporal stores from 64 KB on.
 COPIES: dict[str, dict[str, str]] = {
@@ -52,12 +61,15 @@ def start_of(name: str, ranks: int) -> tuple[list[str | Path], dict[str, str]]:
         return [], COPIES.get(name, {})
     binaries = VENVS / name / "bin"
     launcher, *options = MPIS[name].launcher
-    return [binaries / launcher, *options, "-n", str(ranks), binaries / "python"], MPIS[name].environment
+    command: list[str | Path] = [binaries / launcher, *options, "-n", str(ranks), binaries / "python"]
+    if name == "oneccl":
+        return [*command, FOLDER / "oneccl.py"], MPIS[name].environment | {"CCL_ROOT": str(VENVS / name)}
+    return command, MPIS[name].environment
 
 
 def install(name: str) -> None:
     """Put the MPI library, mpi4py and NumPy into a venv of their own, if they are not there. Raises BackendFailed."""
-    venv, packages = VENVS / name, [MPIS[name].package, "mpi4py", "numpy"]
+    venv, packages = VENVS / name, [MPIS[name].package, *MPIS[name].more, "mpi4py", "numpy"]
     python = venv / "bin" / "python"
     probe = f"from importlib.metadata import version; print(*map(version, {packages}))"
 
@@ -67,12 +79,23 @@ def install(name: str) -> None:
         return result.returncode == 0
 
     output: list[str] = []
-    if python.exists() and run(python, "-c", probe):
+    library = venv / "oneccl.so"
+    if python.exists() and run(python, "-c", probe) and (name != "oneccl" or library.exists()):
         return
     shutil.rmtree(venv, ignore_errors=True)
     if not run(sys.executable, "-m", "venv", venv) or not run(python, "-m", "pip", "install", "-q", *packages):
         shutil.rmtree(venv, ignore_errors=True)
         raise BackendFailed(f"{name}: could not install {' '.join(packages)} in {venv}:\n{output[-1][-2000:]}")
+    if name == "oneccl" and not run(*compiler_call(venv, library)):
+        raise BackendFailed(f"{name}: could not compile {FOLDER / 'oneccl.cpp'}:\n{output[-1][-2000:]}")
+
+
+def compiler_call(venv: Path, library: Path) -> list[str | Path]:
+    """What makes a library of oneccl.cpp and of oneCCL's CPU library, which is static."""
+    linked = ("mpi", "svml", "imf", "intlc", "irng", "hwloc", "pthread", "dl", "rt")
+    options = ["-std=c++17", "-O2", "-shared", "-fPIC", "-Wl,--no-undefined", "-Wl,-rpath,$ORIGIN/lib"]
+    files = [FOLDER / "oneccl.cpp", venv / "lib/ccl/cpu/lib/libccl.a", f"-I{venv}/include", f"-L{venv}/lib"]
+    return [os.environ.get("CXX", "c++"), *options, *files, *(f"-l{name}" for name in linked), "-o", library]
 
 
 def install_all(names: Sequence[str]) -> dict[str, str]:

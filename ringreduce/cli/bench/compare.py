@@ -136,7 +136,7 @@ class Comparison:
     ranks: int
     folder: Path
     tick: Callable[[str], None]  # is told what is done now
-    timeout: float = 120  # seconds, for a batch or a start
+    timeout: float = 300  # seconds, for a batch or a start
     teams: list[Team] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -207,7 +207,7 @@ class Comparison:
 
         tally, failures = OfSteps(), len(self.failures)
         turns: list[Any] = [*teams, *(Alone(team) for team in teams if team.name == GLOO)]
-        self._take_turns([tally], turns, order, f"{case.net} by {case.by}", seconds, batch_time=0, least=2)
+        self._take_turns([tally], turns, order, f"{case.net} by {case.by}", seconds, batch_time=1, least=1)
         self.teams = [team for team in self.teams if team.name == MPI or team in turns]
         if len(self.failures) > failures or not {GLOO, OURS} <= set(tally.times_us):
             return []
