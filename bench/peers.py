@@ -1,4 +1,4 @@
-"""Collectives of ringreduce next to Gloo, Open MPI, MPICH, Intel MPI, and what plain memory copies would cost.
+"""Collectives of ringreduce next to Gloo, Open MPI, MPICH, Intel MPI and oneCCL, and what plain copies cost.
 
     python bench/peers.py --setup-only                        install the MPI libraries beside this file, once
     python bench/peers.py --json peers.json --plot peers.png  everything: 2 to 16 ranks, 8 B to 256 MB; takes hours
@@ -55,6 +55,7 @@ OURS = {
     "ringreduce-allocated": "the direct call on tensors of torch.empty, after ringreduce.share_allocations()",
 }
 PEERS = ("gloo", *MPIS)
+NOT_BY_DEFAULT = ("ringreduce-shared", "ringreduce-allocated", "oneccl")  # the last needs a compiler to be set up
 LEAST_LIMIT = 32 << 10  # bytes; a smaller copy takes less time than calling it, so it limits nothing
 
 LEAST_ITERATIONS = 3  # calls in a batch
@@ -347,7 +348,7 @@ def read_command_line() -> tuple[Settings, argparse.Namespace]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
     names = [*OURS, *PEERS]
-    default = [name for name in names if name not in ("ringreduce-shared", "ringreduce-allocated")]
+    default = [name for name in names if name not in NOT_BY_DEFAULT]
     option("--setup-only", action="store_true", help="install the MPI libraries in bench/.peers, and end")
     option("--ranks", type=int, nargs="+", default=[2, 4, 8, 16], help="(default 2 4 8 16)")
     option("--collectives", nargs="+", choices=COLLECTIVES, default=COLLECTIVES, help="(default all)", metavar="NAME")
