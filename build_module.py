@@ -124,14 +124,19 @@ def torches() -> list[Torch]:
     )
 
 
+def minors() -> list[tuple[int, int]]:
+    """The minor versions of torch that there will be modules for, lowest first. Raises BuildError without a torch."""
+    return sorted((int(major), int(minor)) for major, minor in (torch.minor.split(".") for torch in torches()))
+
+
 def requirement() -> str:
     """The versions of torch that this build has modules for, in pip's words; without a torch, those that will do."""
     try:
-        minors = sorted(tuple(map(int, torch.minor.split("."))) for torch in torches())
+        made = minors()
     except BuildError:
         return f"torch>={'.'.join(map(str, OLDEST_TORCH))}"
-    (major, first), (_, last) = minors[0], minors[-1]
-    missing = [f",!={major}.{minor}.*" for minor in range(first, last) if (major, minor) not in minors]
+    (major, first), (_, last) = made[0], made[-1]
+    missing = [f",!={major}.{minor}.*" for minor in range(first, last) if (major, minor) not in made]
     return f"torch>={major}.{first}.dev0,<{major}.{last + 1}.dev0{''.join(missing)}"
 
 

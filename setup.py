@@ -33,11 +33,11 @@ class build_ext(setuptools_build_ext):
 
 
 class dist_info(setuptools_dist_info):
-    """pip asks for it first. Without a torch to build for it would go on to download one, of gigabytes, and then fail."""
+    """pip asks for it first. If there is no torch to build for, it would download gigabytes of one, and then fail."""
 
     def run(self) -> None:
         try:
-            build_module.torches()[0].minor
+            build_module.minors()
         except build_module.BuildError as error:
             sys.exit(f"ringreduce: {error}")
         super().run()

@@ -1,12 +1,12 @@
 """Types the blocks of README's sections on installing, as newcomers do: in a checkout, in an empty environment.
 
 `python .ci/type_readme.py [TORCH]`, in a built checkout. With TORCH, such as torch==2.13.0, pip gets that in place of
-README's line for torch, which names an index that not every machine can reach. The rest is typed as it stands: by this
-user, who then makes what comes with make as well, and by two ordinary users at the same time if this user is root.
+README's line for torch, which names an index that not every machine reaches. The rest is typed as it stands: by this
+user, who then goes make's way as well, and, if this user is root, by two ordinary users at the same time.
 
-The copies of the checkout get what has been compiled in this one. ninja goes by times and commands, so it compiles
-again what would have become another object. That leaves of `make demo` the training and the comparison of algorithms,
-which tests do. What is typed must find its way round the checkout, which hides the package that was installed from it.
+The first copy of the checkout compiles, which takes seconds where ccache is: the commands are those of this checkout.
+The others get its objects; ninja goes by times and commands, and compiles again what would become another object. Of
+`make demo` it does `make build`. The rest of it, a training and benchmarks, would take longer than all of this.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ SECTIONS = ("Install", "In 30 seconds")
 SUMS = "tensor([3., 3., 3., 3.])"
 
 # Python's, pip's and make's own ways of being told about other packages, and what `make` has exported for itself.
-FORGOTTEN = re.compile(r"PYTHON.*|VIRTUAL_ENV|XDG_.*|M(AKE)?FLAGS|MAKE.*|VENV|TMPDIR|USER|LOGNAME|RINGREDUCE_(?!WERROR).*")
+FORGOTTEN = re.compile(
+    r"PYTHON.*|VIRTUAL_ENV|XDG_.*|M(AKE)?FLAGS|MAKE.*|VENV|TMPDIR|USER|LOGNAME|RINGREDUCE_(?!WERROR).*"
+)
 
 MORE = """
 python -m ringreduce doctor
@@ -46,6 +48,8 @@ class Newcomer:
 
     name: str
     home: Path
+    python: Path = Path(sys._base_executable)
+    ccache: str = ""
 
     @property
     def checkout(self) -> Path:
@@ -60,9 +64,14 @@ class Newcomer:
 
     def try_to_type(self, script: str) -> subprocess.CompletedProcess[str]:
         kept = {name: value for name, value in os.environ.items() if not FORGOTTEN.fullmatch(name)}
-        path = [str(self.home / "venv/bin"), *(p for p in os.environ["PATH"].split(":") if not Path(p).is_relative_to(ROOT))]
+        path = [
+            str(self.home / "venv/bin"),
+            *(p for p in os.environ["PATH"].split(":") if not Path(p).is_relative_to(ROOT)),
+        ]
         # Without .pyc files of what is never imported, pip needs half the time for torch.
         ours = {"HOME": str(self.home), "PATH": ":".join(path), "OMP_NUM_THREADS": "1", "PIP_NO_COMPILE": "1"}
+        if self.ccache:
+            ours["CCACHE_DIR"] = self.ccache
         return subprocess.run(
             ["bash", "-euo", "pipefail", "-c", script],
             check=False,
@@ -78,19 +87,20 @@ class Newcomer:
             timeout=1200,
         )
 
-    def settle(self) -> None:
+    def settle(self, objects: Path | None = None) -> None:
         listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         for name in filter(None, subprocess.check_output(listed, cwd=ROOT, text=True).split("\0")):
             if (ROOT / name).exists():
                 (self.checkout / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, self.checkout / name)
-        for made in ("engine", f"{sys.implementation.cache_tag}", f"{sys.implementation.cache_tag}-torch*"):
-            for folder in (ROOT / "build").glob(made):
-                shutil.copytree(folder, self.checkout / "build" / folder.name, symlinks=True)
+        if objects:
+            shutil.copytree(
+                objects, self.checkout / "build", symlinks=True, ignore=shutil.ignore_patterns("lib.*", "bdist.*")
+            )
         owner = pwd.getpwnam(self.name)
         for path in (self.home, *self.home.rglob("*")):
             os.chown(path, owner.pw_uid, owner.pw_gid, follow_symlinks=False)
-        self.type(f"{python_of_all()} -m venv ~/venv")
+        self.type(f"{self.python} -m venv ~/venv")
 
     def follow_readme(self, blocks: list[tuple[str, str]]) -> None:
         for language, text in blocks:
@@ -108,7 +118,7 @@ class Newcomer:
         (self.checkout / "first.py").write_text(text)
 
     def follow_the_message(self, run: str) -> None:
-        """Of a checkout that is not what was installed. The command that the message names must be all that it takes."""
+        """Of a checkout that is not what was installed. The command that the message names must mend it."""
         with (self.checkout / "ringreduce/api.py").open("a") as source:
             source.write("# changed\n")
         refused = self.try_to_type(run)
@@ -136,17 +146,15 @@ def python_of_all() -> Path:
 
 def blocks_of(readme: str, torch: str) -> list[tuple[str, str]]:
     """The language and text of each block. Ends this program unless there is one line for torch, and one program."""
-    found = [
-        block
-        for section in SECTIONS
-        for block in re.findall(r"^```(\w+)\n(.*?)^```$", readme.split(f"\n## {section}\n")[1].split("\n## ")[0], re.M | re.S)
-    ]
-    text = "".join(text for _, text in found)
-    if text.count("\npip install torch") + text.startswith("pip install torch") != 1:
+    found = []
+    for section in SECTIONS:
+        text = readme.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+        found += re.findall(r"^```(\w+)\n(.*?)^```$", text, re.M | re.S)
+    line = re.compile(r"^pip install torch\b.*$", re.M)
+    if len(line.findall("".join(text for _, text in found))) != 1:
         sys.exit("error: README must have one line that begins with `pip install torch`")
     if [language for language, _ in found].count("python") != 1 or "Save it as `first.py`" not in readme:
         sys.exit("error: README must have one program, to be saved as first.py")
-    line = re.compile(r"^pip install torch\b.*$", re.M)
     return [(language, line.sub(f"pip install {torch}", text) if torch else text) for language, text in found]
 
 
@@ -175,25 +183,22 @@ def main(torch: str = "") -> None:
         def told(what: str) -> None:
             print(f"{time.monotonic() - start:5.0f} s  {what}", flush=True)
 
-        def settled(name: str) -> Newcomer:
-            newcomer = Newcomer(name, Path(folder, name))
-            newcomer.settle()
-            return newcomer
-
-        me = settled(pwd.getpwuid(os.getuid()).pw_name)
+        cache = shutil.which("ccache") and subprocess.check_output(["ccache", "-k", "cache_dir"], text=True).strip()
+        me = Newcomer(pwd.getpwuid(os.getuid()).pw_name, Path(folder, "first"), ccache=cache or "")
+        me.settle()
         me.follow_readme(blocks)
         told(f"{me.name}: README's blocks, and other commands in the checkout")
         me.follow_the_message(run)
         told(f"{me.name}: another source is refused, and the message's command mends it")
-        me.type("make build PYTHON=python")
+        me.type("pip install -q ninja 'setuptools>=77'\nmake build PYTHON=python")
         me.expect(me.type(f"PATH=$PWD/.venv/bin:$PATH\n{run}"), SUMS, 2)
-        told(f"{me.name}: `make build` in the same environment")
-        shutil.rmtree(me.home)
+        told(f"{me.name}: `make build` on top of that environment, which has a ninja of its own")
         if os.getuid():
             print("ordinary users besides this one NOT tried: only root can make them")
             return
         with ordinary_users(2) as names, ThreadPoolExecutor() as at_once:
-            newcomers = list(at_once.map(settled, names))
+            newcomers = [Newcomer(name, Path(folder, name), python_of_all()) for name in names]
+            list(at_once.map(lambda each: each.settle(me.checkout / "build"), newcomers))
             list(at_once.map(lambda each: each.follow_readme(blocks), newcomers))
             told("two ordinary users at once: the same")
 

@@ -295,9 +295,7 @@ def read_command_line() -> tuple[Settings, argparse.Namespace]:
     nccl = args.device == "cuda" and dist.is_nccl_available()
     variants = tuple(args.variants or (*ALGORITHMS, "gloo", *(["nccl"] if nccl else [])))
     if set(variants) & set(ALGORITHMS) and importlib.util.find_spec("ringreduce") is None:
-        parser.error(
-            "ringreduce is not installed: pip install -e . (or --variants gloo)"
-        )
+        parser.error("ringreduce is not installed: pip install -e . (or --variants gloo)")
     settings = Settings(
         ranks=(int(world),) if world else tuple(args.ranks or (2, 4)),
         sizes=tuple(harness.sizes(args.min_bytes, args.max_bytes, args.factor, itemsize)),

@@ -189,7 +189,8 @@ def test_a_checkout_takes_what_was_built_for_the_installed_package_it_hides(copy
     paths = os.pathsep.join(map(str, (checkout, site)))
 
     (site / "ringreduce" / compiled.name_for("2.99.1")).touch()
-    assert f"was built for torch 2.99, and this is torch {torch.__version__}" in python(tmp_path, code, PYTHONPATH=paths).stderr
+    ran = python(tmp_path, code, PYTHONPATH=paths)
+    assert f"was built for torch 2.99, and this is torch {torch.__version__}" in ran.stderr, ran
     (site / "ringreduce" / name).symlink_to(compiled.PACKAGE / name)
     assert python(tmp_path, code, PYTHONPATH=paths).stdout == f"{site}/ringreduce/{name} {site}/ringreduce/gpu\n"
     with (checkout / "ringreduce/data/steps.py").open("a") as source:
