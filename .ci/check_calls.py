@@ -1,9 +1,9 @@
 """Finds calls that lack something which every such call must have: `make lint`.
 
-**Descriptors** may not be numbered 0, 1 or 2. What makes or receives a descriptor must stand inside a call of above_streams or make_above_streams (in Python, see
-ringreduce/common/descriptors.py; in C++, core/descriptors.h), or be replaced by one of the functions beside these.
-Exempt are commands (ringreduce/cli), which begin by opening the standard streams that are closed; csrc/stress; and what
-is open for a moment only, as files are that are read in a `with`.
+**Descriptors** may not be numbered 0, 1 or 2. What makes or receives one must stand inside a call of above_streams or
+make_above_streams (in Python, see ringreduce/common/descriptors.py; in C++, core/descriptors.h), or be replaced by one
+of the functions beside these. Exempt are commands (ringreduce/cli), which begin by opening the standard streams that
+are closed; csrc/stress; and what is open for a moment only, as files are that are read in a `with`.
 
 **Tensors** that the package makes for itself must say on which device, since a program may call
 `torch.set_default_device("cuda")`.
