@@ -148,6 +148,7 @@ def show(to: Console, reduced: Sequence[Reduced], stepped: Sequence[Stepped], no
         rates = [f"{step.rate(name):.3g}" for name in (GLOO, OURS)]
         shares = [f"{step.communication(name):.0%}" for name in (GLOO, OURS)]
         steps.add_row(step.name, step.case.unit, str(step.ranks), *rates, f"{step.speedup(OURS):.2f}x", *shares)
-    to.print(steps)
+    if stepped:
+        to.print(steps)
     for line in (*verdict(stepped), *notes):
         say(to, line)
