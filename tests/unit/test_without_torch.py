@@ -90,7 +90,7 @@ def test_commands_work(copy: Path, words: str, said: str) -> None:
     assert said in " ".join(command(copy, *words.split()).split())
 
 
-@pytest.mark.parametrize("words", [("tune",), ("doctor", "--peers"), ("top",)], ids=" ".join)
+@pytest.mark.parametrize("words", [("bench",), ("tune",), ("doctor", "--peers"), ("top",)], ids=" ".join)
 def test_commands_that_run_ranks_say_what_is_missing(copy: Path, words: tuple[str, ...]) -> None:
     ran = python(copy, f"from ringreduce.cli import main\nsys.exit(main({words!r}))", "torch")
     assert ran.returncode == 2

@@ -18,7 +18,7 @@ from ringreduce.cli.info import group_size
 from ringreduce.cli.terminal import Help, console, progress, progress_console, put, say, table
 from ringreduce.common import compiled
 from ringreduce.common.cores import own_cores
-from ringreduce.common.failures import InvalidArgument, SystemFailure
+from ringreduce.common.failures import SystemFailure
 from ringreduce.common.launcher import check_alone
 from ringreduce.common.units import bytes_text, time_text
 
@@ -75,8 +75,6 @@ def run(arguments: argparse.Namespace) -> int:
     from ringreduce.tuning.machine import identify
 
     sizes = sorted(set(arguments.ranks or (2, compare.most_ranks(len(own_cores())))))
-    if sizes[0] < 2:
-        raise InvalidArgument(f"--ranks is {sizes[0]}; it must be 2 or more, since one rank talks to nobody")
     began = time.monotonic()
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as with Ctrl-C, nothing stays behind
     try:
