@@ -9,7 +9,6 @@ failed or results differ.
 """
 
 import argparse
-import json
 import sys
 import tempfile
 from dataclasses import asdict, replace
@@ -69,8 +68,7 @@ def main() -> int:
                 print(format_row(rows[-1]), flush=True)
     print("\n".join(f"# {failure}" for failure in failures))
     if args.json:
-        report = {"header": header, "rows": [asdict(row) for row in rows], "notes": failures}
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        harness.save(args.json, {"header": header, "rows": [asdict(row) for row in rows], "notes": failures})
     return 1 if failures else 0
 
 
