@@ -37,8 +37,7 @@ FORGOTTEN = re.compile(
 MORE = """
 python -m ringreduce doctor
 torchrun --nproc-per-node 2 -m ringreduce doctor --peers
-python -c 'import ringreduce; print(ringreduce.empty(2).shape)'
-python -c 'import ringreduce, ringreduce._C as c; print(ringreduce.__file__, c.__file__)'
+python -c 'import ringreduce; ringreduce.empty(2); print(ringreduce.__file__, ringreduce._C.__file__)'
 """
 
 
