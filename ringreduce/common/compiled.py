@@ -92,8 +92,9 @@ def _folders() -> Iterator[Path]:
 
 
 def _hidden() -> list[Path]:
-    """The folders of this package that are installed, not in place, and come later on sys.path."""
-    found = [Path(str(each.locate_file("ringreduce"))) for each in importlib.metadata.distributions(name="ringreduce")]
+    """The folders of this package that are installed and come later on sys.path. A checkout has no RECORD of files."""
+    installed = (each for each in importlib.metadata.distributions(name="ringreduce") if each.read_text("RECORD"))
+    found = [Path(str(each.locate_file("ringreduce"))) for each in installed]
     return [folder for folder in found if folder.is_dir() and not folder.samefile(PACKAGE)]
 
 

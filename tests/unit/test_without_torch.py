@@ -183,6 +183,7 @@ def test_a_checkout_takes_what_was_built_for_the_installed_package_it_hides(copy
     information = site / "ringreduce-0.1.0.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: ringreduce\nVersion: 0.1.0\n")
+    (information / "RECORD").write_text("ringreduce/__init__.py,,\n")
     (site / "ringreduce/gpu/accumulate.cu").touch()
     name = compiled.name_for(torch.__version__)
     code = "import ringreduce._C as c; from ringreduce.gpu import kernels; print(c.__file__, kernels.FOLDER)"
