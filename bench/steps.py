@@ -9,6 +9,7 @@ failed or results differ.
 """
 
 import argparse
+import signal
 import sys
 import tempfile
 from dataclasses import asdict, replace
@@ -73,4 +74,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as with Ctrl-C, no process stays behind
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

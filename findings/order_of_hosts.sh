@@ -8,7 +8,7 @@
 # Seen, ClusterShell then python-hostlist:
 #   b1,a1: a1 b1, b1 a1; n10,n9: n9 n10, n10 n9; n[9-11]: n9 n10 n11, n9 n10 n11
 #
-# Why it matters: MASTER_ADDR must be the host of rank 0. docs/slurm.md takes it from `scontrol show hostnames`; a host list
+# Why it matters: MASTER_ADDR must be the host of rank 0. docs/hosts.md takes it from `scontrol show hostnames`; a host list
 # that a person or an MPI wrote is not sorted, so ask the launcher, or let rank 0 say its own name.
 set -eu
 folder=$(mktemp -d)
