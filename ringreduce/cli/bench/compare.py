@@ -207,7 +207,9 @@ class Comparison:
 
         tally, failures = OfSteps(), len(self.failures)
         turns: list[Any] = [*teams, *(Alone(team) for team in teams if team.name == GLOO)]
-        self._take_turns([tally], turns, order, f"{case.net} by {case.by}", seconds, batch_time=1, least=1)
+        self._take_turns(
+            [tally], turns, order, f"{case.net} by {case.by}", seconds, batch_time=min(1, seconds / 12), least=1
+        )
         self.teams = [team for team in self.teams if team.name == MPI or team in turns]
         if len(self.failures) > failures or not {GLOO, OURS} <= set(tally.times_us):
             return []
