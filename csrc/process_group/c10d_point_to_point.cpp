@@ -122,13 +122,18 @@ C10dPointToPoint::Broken C10dPointToPoint::agree_on(const Error& error) const {
   const auto asked = std::make_shared<std::promise<std::string>>();
   std::future<std::string> answer = asked->get_future();
   try {
-    start_thread([asked, store = store_, text = own.str()] {
+    const auto ask = [asked, store = store_, text = own.str()] {
       try {
         asked->set_value(store->compareSet(kBroken, "", text));
       } catch (...) {
         asked->set_exception(std::current_exception());
       }
-    }).detach();
+    };
+    try {
+      start_thread(ask).detach();
+    } catch (const Error&) {  // there is no thread to be had
+      ask();
+    }
     if (answer.wait_for(kStorePatience) != std::future_status::ready) return {error, rank_};
     std::istringstream first(answer.get());
     int kind = 0, culprit = -1, reporter = -1;
@@ -140,7 +145,7 @@ C10dPointToPoint::Broken C10dPointToPoint::agree_on(const Error& error) const {
       return {error, rank_};
     if (reporter != rank_) message += " [reported by " + number(reporter) + "]";
     return {Error(static_cast<ErrorKind>(kind), message, culprit), reporter};
-  } catch (const std::exception&) {  // the store is gone, or there is no thread to be had
+  } catch (const std::exception&) {  // the store is gone, or there is no memory
     return {error, rank_};
   }
 }

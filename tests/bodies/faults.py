@@ -42,7 +42,8 @@ def joins(me: Rank) -> None:
 
 def leftovers() -> dict[str, list[str]]:
     shared = [*Path("/dev/shm").iterdir(), *Path("/tmp").glob("*ringreduce*")]  # others use /tmp too
-    shared = [path for path in shared if not path.name.startswith("sem.mp-")]  # multiprocessing's, of any program
+    # Names of multiprocessing, of any program, and of another's `ringreduce bench`.
+    shared = [path for path in shared if not path.name.startswith(("sem.mp-", "ringreduce-bench-"))]
     us = psutil.Process()
     family = [us, *us.children(recursive=True)]
     descriptors = [fd for process in family for fd in Path(f"/proc/{process.pid}/fd").iterdir()]
