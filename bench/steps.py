@@ -54,7 +54,7 @@ def main() -> int:
         parser.error("--ranks must be at least 2")
     header = harness.origin("steps of real programs, ringreduce next to Gloo")
     print("\n".join((*harness.format_origin(header), HEADER)), flush=True)
-    rows, failures = [], []
+    rows, failures, notes = [], [], []
     for ranks in args.ranks:
         for case in CASES:  # each with teams of its own: four copies of a net take as much memory as there may be
             with (
@@ -65,11 +65,12 @@ def main() -> int:
                 teams.start(FETCHLESS, environment={"RINGREDUCE_FETCH": "0"})
                 rows += teams.steps(case, args.seconds)
             failures += teams.failures
+            notes += teams.notes
             if rows and rows[-1].case == case:
                 print(format_row(rows[-1]), flush=True)
-    print("\n".join(f"# {failure}" for failure in failures))
+    print("\n".join(f"# {line}" for line in notes + failures))
     if args.json:
-        harness.save(args.json, {"header": header, "rows": [asdict(row) for row in rows], "notes": failures})
+        harness.save(args.json, {"header": header, "rows": [asdict(row) for row in rows], "notes": notes + failures})
     return 1 if failures else 0
 
 

@@ -10,6 +10,7 @@ std::string its_calls(const Team& team, int rank) {
   const RankControl &own = team.control(team.rank()), &its = team.control(rank);
   std::string text;
   Segment::each_of_process([&](const Segment& segment) {
+    if (segment.abort_record().state != 0) return;  // nobody is in a call any more, though it may be counted as begun
     for (int r = 0; r < static_cast<int>(segment.layout().ranks); ++r) {
       const RankControl& control = segment.region(r).control();
       const std::uint64_t entered = control.entered.load(std::memory_order_acquire);

@@ -4,6 +4,9 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <poll.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <mutex>
 #include <optional>
@@ -294,7 +297,10 @@ std::vector<RankName> rank_names(const Names& names) {
 c10::intrusive_ptr<Group> make_group(const py::kwargs& given) {
   auto members = from_keywords<Members>(given);
   // Not TORCH_WARN: inside of backward(), Python keeps those until the call that waits is over.
-  members.warn = [](const std::string& text) { LOG(WARNING) << text; };
+  members.warn = [](const std::string& text) {
+    pollfd error{.fd = STDERR_FILENO, .events = POLLOUT, .revents = 0};
+    if (poll(&error, 1, 0) == 1) LOG(WARNING) << text;  // a call may not wait for who reads a pipe
+  };
   members.group = {members.settings.name, members.settings.job};
   return c10::make_intrusive<Group>(Team::of(members), std::move(members.settings));
 }

@@ -104,8 +104,8 @@ class Fate {
   int reporter() const { return error() != nullptr ? record_.reporter : -1; }
   // Throws the fatal error, if there is one.
   void throw_if_aborted() const;
-  // The same for a rank that waits. First it makes the death of any rank whose end is the team's its error, so that no
-  // wait in a team that has lost a rank lasts, whomever the waiting rank waits for. `call` is the collective under way;
+  // The same for a rank that waits. First it makes the death of any rank the team's error, so that no wait lasts in a
+  // team that has lost a rank, whomever the waiting rank waits for. `call` is the collective under way;
   // 0 stands for none, where nothing is waited for. A collective may end without a dead rank that has done its part in
   // it, so it gets kGrace to do so. A message, which passes nothing, gets none.
   void throw_if_over(std::optional<std::uint64_t> call = std::nullopt);

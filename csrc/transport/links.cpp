@@ -113,7 +113,7 @@ std::byte* Links::place_for(int peer, const FrameHeader& header, std::vector<std
     aside.resize(header.bytes);
     return aside.data();
   };
-  demand(bool(theirs), "a frame before it was known here");
+  demand(bool(theirs), "a frame, though it is on this host");
   const std::string wrong = objection(header, layout_);
   demand(wrong.empty(), "a frame that is none: " + wrong);
   switch (header.kind) {

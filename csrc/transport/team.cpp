@@ -121,7 +121,7 @@ void Team::leave() {
   if (const auto disconnect = disconnect_) disconnect();
 }
 
-void Team::wake_all() {
+void Team::wake_all() {  // also where of() has failed before it knew all peers
   for (int r = 0; r < size(); ++r)
     if (r != rank_ && region(r) && !elsewhere(r)) control(r).wake();
 }
@@ -162,7 +162,7 @@ void Team::close_memory() {
   // it has ended; for its sake there is a limit.
   const Nanoseconds deadline = now() + kSecond / 2;
   const auto writes = [&](int peer) {
-    return region(peer) && control(peer).writes_to.load(std::memory_order_seq_cst) == rank_ + 1;
+    return control(peer).writes_to.load(std::memory_order_seq_cst) == rank_ + 1;
   };
   for (int r = 0; r < size(); ++r)
     while (r != rank_ && writes(r) && now() < deadline) {

@@ -37,7 +37,7 @@ struct Roster {
   std::vector<bool> elsewhere = {};              // by rank: whether it is on another host; none: all are on this one
   Links::Connect connect = {};
   std::function<void()> disconnect = {};  // called once, when no more links are needed; must not throw. Or null
-  std::function<void(const std::string&)> warn = {};  // told what the user should know; or null
+  std::function<void(const std::string&)> warn = {};  // told what the user should know; must not block. Or null
   Nanoseconds warn_after = kForever;                  // how long a rank waits before warn() is told for whom
 };
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import filecmp
 import importlib.metadata
 import sys
-from collections.abc import Iterator
 from importlib import import_module
 from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
@@ -25,15 +23,6 @@ def name_for(torch_version: str) -> str:
     return f"{STEM}{'.'.join(torch_version.split('.')[:2])}{EXTENSION_SUFFIXES[0]}"
 
 
-def folder_with(pattern: str) -> Path:
-    """The package's folder that has such a file, which a build makes. Without one it is this folder.
-
-    What is started in a checkout, or lies there, gets the checkout's package in place of an installed one. If no build
-    was made in the checkout, that of the installed package will do, where all that both have in Python is the same.
-    """
-    return next((folder for folder in _folders() if any(folder.glob(pattern))), PACKAGE)
-
-
 def open_module(name: str) -> ModuleType:
     """The file for the torch that is installed, as the module `name`. Raises ImportError, which says what to do."""
     if "t" in sys.abiflags:
@@ -43,8 +32,7 @@ def open_module(name: str) -> ModuleType:
     except ImportError as error:
         raise ImportError(f"there is no torch ({error}); pip install torch") from None
     # torch keeps its binary interface within a minor version only. A module of another one may load and then crash.
-    wanted = name_for(torch.__version__)
-    file = folder_with(wanted) / wanted
+    file = PACKAGE / name_for(torch.__version__)
     if not file.exists():
         raise ImportError(_no_file(torch.__version__))
     spec = spec_from_file_location(name, file, loader=ExtensionFileLoader(name, str(file)))
@@ -73,33 +61,14 @@ def why_not() -> str:
 
 def _no_file(torch_version: str) -> str:
     suffix = EXTENSION_SUFFIXES[0]
-    found = {path.name[len(STEM) : -len(suffix)] for folder in _folders() for path in folder.glob(f"{STEM}*{suffix}")}
-    what = f"{PACKAGE} has no compiled module"
+    found = [path.name[len(STEM) : -len(suffix)] for path in PACKAGE.glob(f"{STEM}*{suffix}")]
     if found:
         versions = ", ".join(sorted(found, key=lambda version: [int(number) for number in version.split(".")]))
-        what = f"the compiled module was built for torch {versions}, and this is torch {torch_version}"
-    for folder in _hidden():
-        if differs := _difference(folder):
-            what += f"; the folder {PACKAGE} hides the installed package in {folder}, whose {differs} is another one"
-            how = f"install this one: `pip install --no-deps .` in {PACKAGE.parent}"
-            return f"{what}; {how}, or put the program elsewhere and start it there"
+        return f"the compiled module was built for torch {versions}, and this is torch {torch_version}; {ANEW}"
+    what = f"{PACKAGE} has no compiled module"
+    for each in importlib.metadata.distributions(name="ringreduce"):
+        folder = Path(str(each.locate_file("ringreduce")))
+        if folder.is_dir() and not folder.samefile(PACKAGE):
+            how = f"type `pip install -e .` in {PACKAGE.parent}, or put the program elsewhere and start it there"
+            return f"{what}, and hides the package that is installed in {folder}: {how}"
     return f"{what}; {ANEW}"
-
-
-def _folders() -> Iterator[Path]:
-    yield PACKAGE
-    yield from (folder for folder in _hidden() if not _difference(folder))
-
-
-def _hidden() -> list[Path]:
-    """The folders of this package that are installed and come later on sys.path. A checkout has no RECORD of files."""
-    installed = (each for each in importlib.metadata.distributions(name="ringreduce") if each.read_text("RECORD"))
-    found = [Path(str(each.locate_file("ringreduce"))) for each in installed]
-    return [folder for folder in found if folder.is_dir() and not folder.samefile(PACKAGE)]
-
-
-def _difference(folder: Path) -> str:
-    """The first file of this package's Python that the one in `folder` has not, or has with another text; or ""."""
-    ours = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py*") if path.suffix in (".py", ".pyi"))
-    _, changed, missing = filecmp.cmpfiles(PACKAGE, folder, list(map(str, ours)), shallow=False)
-    return next(iter([*changed, *missing]), "")

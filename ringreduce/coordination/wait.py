@@ -18,8 +18,10 @@ WARN_AFTER = 60.0
 
 
 class Reminder:
-    """When a wait is told: after `WARN_AFTER`, then each time that it has doubled, and at least after ten times
-    `WARN_AFTER` more. The engine has the same rule (csrc/engine/late.h)."""
+    """When a wait is told: after `WARN_AFTER`, then when it has doubled, but at most ten times `WARN_AFTER` later.
+
+    The engine has the same rule (csrc/engine/late.h).
+    """
 
     def __init__(self) -> None:
         self.next = WARN_AFTER

@@ -463,7 +463,7 @@ def look(sysfs: Path = Path("/sys"), proc: Path = Path("/proc")) -> Facts:
         compiled=missing,
         compiler=_find_compiler(),
         memory=_why_no_memory(),
-        memory_left=_memory_left(sysfs, proc),
+        memory_left=memory_left(sysfs, proc),
         bytes_per_rank=options.channels * options.channel_bytes + options.mailbox_bytes,
         fetch=not missing and tuning.fetches(options),
         fetch_wanted=bool(options.fetch),
@@ -542,7 +542,7 @@ def _why_no_memory() -> str:
     return ""
 
 
-def _memory_left(sysfs: Path, proc: Path) -> int | None:
+def memory_left(sysfs: Path, proc: Path) -> int | None:
     """The least of what the machine has available and of what is left in each cgroup above this process."""
     left = []
     if available := re.search(r"MemAvailable:\s+(\d+) kB", text_of(proc / "meminfo")):

@@ -19,13 +19,12 @@ import os
 import re
 from pathlib import Path
 
-from ringreduce.common import compiled
 from ringreduce.common.failures import InvalidArgument, SystemFailure
 from ringreduce.common.files import cache_folder, read_own, replace_file, require_own
 
 log = logging.getLogger(__name__)
 
-FOLDER = compiled.folder_with("gpu/*.cu") / "gpu"
+FOLDER = Path(__file__).parent
 
 OLDEST = (7, 0)
 """Compute capability below which the kernels' memory orders cannot be expressed."""

@@ -20,6 +20,7 @@ from processes import GROUP_TIMEOUT
 
 import ringreduce
 from ringreduce.coordination import wait
+from ringreduce.errors import CollectiveMismatch
 
 AFTER = 0.4
 """Seconds after which a rank of these tests says for whom it waits."""
@@ -52,8 +53,11 @@ def waits_long(me: Rank, folder: Path) -> list[str]:
     lines: list[str] = []
     me.store.set(f"pid {me.rank}", str(os.getpid()))
     with me.join():
-        pair = dist.new_group([0, 2])
+        pair, broken = dist.new_group([0, 2]), dist.new_group([0, 2])
         dist.barrier()
+        if me.rank != 1:
+            with pytest.raises(CollectiveMismatch):  # afterwards nobody is in a call of this group
+                dist.barrier(broken) if me.rank else dist.all_reduce(x, group=broken)
         if me.rank == 0:
             work = dist.all_reduce(x, async_op=True)
             me.store.set("rank 0 waits", "")
@@ -117,6 +121,6 @@ def test_a_rank_that_waits_for_long_says_for_whom(hosts: Hosts, tmp_path: Path) 
     assert "0 bytes have moved" in message and "Later messages wait, too: 1." in message
     if hosts == [0, 0, 0]:
         assert all("Also waiting for rank 2: rank 1." in line for line in (stopped, busy, elsewhere))
-        assert "is stopped; `kill -CONT" in stopped
+        assert "is stopped; `kill -CONT" in stopped and "It is in" not in stopped
         assert "lives; its main thread is running" in busy
         assert "It is in all_reduce(count=1000" in elsewhere and ", where it waits for rank 0." in elsewhere

@@ -37,8 +37,8 @@ def test_verdict(ours: list[float], pays: bool) -> None:
     step, all_steps = verdict([stepped(ours)])
     assert step.startswith("2 ranks, transformer, 100.4 M parameters, DDP, 200 tokens a rank: 25% of a step with Gloo")
     assert step.endswith("pays." if pays else "does not pay here.")
-    paid = "ringreduce pays here for 1 of these 1 steps."
-    assert all_steps == (paid if pays else "ringreduce does not pay here for any of these steps.")
+    paid = "ringreduce pays here for 1 of 1 kinds of steps."
+    assert all_steps == (paid if pays else "ringreduce does not pay here for any of these kinds of steps.")
 
 
 def test_figures_of_a_step() -> None:
@@ -59,7 +59,7 @@ def test_tables(capsys: pytest.CaptureFixture[str], mpi: bool) -> None:
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert " ".join(row) in lines
     assert any(line.endswith("tokens 2 1e+03 1.25e+03 1.25x 25% 6%") for line in lines)
-    assert "ringreduce pays here for 1 of these 1 steps." in lines
+    assert "ringreduce pays here for 1 of 1 kinds of steps." in lines
     assert ("MPI was left out: why" in lines) is not mpi
 
 

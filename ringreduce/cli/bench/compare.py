@@ -123,9 +123,9 @@ def verdict(stepped: Sequence[Stepped]) -> list[str]:
         )
     paid = sum(step.pays for step in stepped)
     if stepped and paid:
-        lines.append(f"ringreduce pays here for {paid} of these {len(stepped)} steps.")
+        lines.append(f"ringreduce pays here for {paid} of {len(stepped)} kinds of steps.")
     elif stepped:
-        lines.append("ringreduce does not pay here for any of these steps.")
+        lines.append("ringreduce does not pay here for any of these kinds of steps.")
     return lines
 
 
@@ -194,6 +194,8 @@ class Comparison:
         from ringreduce.cli.bench.steps import parameters
 
         teams = [team for team in self.teams if team.name != MPI]
+        if not {GLOO, OURS} <= {team.name for team in teams}:
+            return []  # one has failed, and has been told of
         size = parameters(case)
         needed = len(teams) * self.ranks * (size * BYTES_OF_PARAMETER + BYTES_OF_RANK)
         if needed > free_memory():

@@ -83,7 +83,8 @@ class Team:
         """Give the order to all ranks and return their answers, by rank. Raises BackendFailed after `timeout`."""
         text = json.dumps(order) + "\n"
         deadline = time.monotonic() + self.timeout
-        what = f"{order['collective']} of {order['bytes']} B" if "collective" in order else f"a step of {order['step']}"
+        step = order.get("step", {})
+        what = f"a step of {step['net']} by {step['by']}" if step else f"{order['collective']} of {order['bytes']} B"
         answers = []
         try:
             for _, lines in self._connections.values():

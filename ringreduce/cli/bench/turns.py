@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ringreduce.cli.bench.team import BackendFailed, Team
+from ringreduce.doctor.machine import memory_left
 
 MOST_ITERATIONS = 10_000
 """Calls in a batch; it keeps the recorded times few."""
@@ -80,12 +81,12 @@ def take_turns(
                 tally.add(team.name, team.run(**order(tally, team), iterations=iterations), counted=turn > 0)
             except BackendFailed as error:
                 give_up(error)
-                teams.remove(team)
                 team.kill()
+                teams[:] = [each for each in teams if each is not team and getattr(each, "team", None) is not team]
         yield turn
 
 
 def free_memory() -> float:
     """Bytes that the ranks' buffers may take: what is available, less a quarter for all else."""
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return 0.75 * 1024 * int(fields["MemAvailable"].split()[0])
+    left = memory_left(Path("/sys"), Path("/proc"))
+    return math.inf if left is None else 0.75 * left

@@ -163,7 +163,7 @@ class Calls:
                 if workers := [each for each in workers if not each.startswith(f"worker {self.entry.worker} ")]:
                     return f"{what} waits for {', '.join(workers)}"
                 why = f"no other worker is missing: it has no value yet, or is being updated, or {why}"
-            except (CollectiveTimeout, ServerLost, SystemFailure) as error:
+            except (CollectiveTimeout, InvalidArgument, ServerLost, SystemFailure) as error:
                 why = str(error)
         return f"{what} is not ready; {why}"
 

@@ -162,7 +162,7 @@ class Pulls:
         for part in pull.known.near:
             if self._calls.client.read(_C.ParameterParts([part]), pull.memory, 0.0) is None:
                 return self._calls.who_is_late(pull.key, *part[:2])
-        return f"{pull.key!r} was not ready in time, and is now: pull again"
+        return f"{pull.key!r} has just become ready"
 
 
 @dataclass(slots=True)

@@ -73,7 +73,9 @@ class Questions:
         """Returns the answer of `server` or, if that has ended, of the server that took over its blocks. Raises
         `ServerLost` if there is none, `CollectiveTimeout` after `deadline`, and the error that is the answer."""
         self.check_caller()
-        with self._asking:  # by another thread, so that each gets its own answer
+        if not self._asking.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise CollectiveTimeout(f"{self.servers[server].name} was not asked in time: another thread asks", server)
+        try:
             if self._is_asking:
                 raise InvalidArgument(
                     f"a signal handler asked {self.servers[server].name} while its thread waited for an answer: set a "
@@ -84,6 +86,8 @@ class Questions:
                 return self._ask(server, question, deadline)
             finally:
                 self._is_asking = False
+        finally:
+            self._asking.release()
 
     def _ask(self, server: int, question: dict[str, Any], deadline: float) -> dict[str, Any]:
         while True:
