@@ -131,6 +131,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _rank_of(path: Path) -> int:
     number = re.search(r"[0-9]+$", path.name)
+    if path.is_dir():
+        raise InvalidArgument(f"{path} is a folder; give the files in it, as in {path}/rank0 {path}/rank1")
+    if not path.exists():
+        raise InvalidArgument(f"{path}: there is no such file")
     if not number:
         raise InvalidArgument(f"{path}: its name must end with the rank, as in rank0; rename it")
     return int(number[0])

@@ -53,7 +53,7 @@ def add(commands: Any, summary: str) -> None:
     parser.add_argument("--ranks", type=group_size, nargs="+",
                         help="group sizes (default: 2, and up to 8 on as many cores)")  # fmt: skip
     parser.add_argument("--seconds", type=seconds, default=SECONDS,
-                        help=f"about how long to take, beside starting ranks (default: {SECONDS:g})")  # fmt: skip
+                        help=f"about how long to take, but for the start of ranks and the first 3 rounds (default: {SECONDS:g})")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print what was measured as JSON")
     parser.set_defaults(run=run)
 
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     sizes = sorted(set(arguments.ranks or (2, compare.most_ranks(len(own_cores())))))
     began = time.monotonic()
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as with Ctrl-C, nothing stays behind
+    ends = {each: signal.signal(each, lambda *_: sys.exit(143)) for each in (signal.SIGTERM, signal.SIGHUP)}
     try:
         with progress(progress_console()) as bars:
             bar = bars.add_task("", total=arguments.seconds)
@@ -87,12 +87,13 @@ def run(arguments: argparse.Namespace) -> int:
 
             reduced, stepped, notes, failures = _measure(sizes, arguments.seconds, tick)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for each, before in ends.items():
+            signal.signal(each, before)
     if arguments.json:
         found = {
             "machine": asdict(identify(own_cores())),
             "all_reduce": [asdict(row) for row in reduced],
-            "steps": [asdict(row) | {"pays": row.pays} for row in stepped],
+            "steps": [asdict(row) | {"verdict": row.verdict} for row in stepped],
             "verdict": compare.verdict(stepped),
             "notes": notes + failures,
         }

@@ -34,6 +34,8 @@ BYTES_OF_PARAMETER, BYTES_OF_RANK = 8, 300 << 20
 LEAST_GAIN = 1.03
 """A step that gains less is within the noise of most machines."""
 
+PAYS, PAYS_NOT, UNCLEAR = "pays", "does not pay here", "cannot be told, since the rounds differ too much"
+
 ALIKE = 0.02
 """How far the checksums of two libraries may differ: sums are rounded in another order, in bfloat16 too."""
 
@@ -105,10 +107,13 @@ class Stepped:
         return max(0.0, 1 - alone / statistics.median(self.times_us[team]))
 
     @property
-    def pays(self) -> bool:
-        """Whether a step is faster by more than noise, in four of five rounds at least."""
+    def verdict(self) -> str:
+        """Whether a step is faster by more than noise. Of five rounds one may say otherwise, of fewer none."""
         ratios = self.ratios()
-        return statistics.median(ratios) >= LEAST_GAIN and ratios[len(ratios) // 5] > 1
+        otherwise = len(ratios) // 5
+        if statistics.median(ratios) >= LEAST_GAIN and ratios[otherwise] > 1:
+            return PAYS
+        return PAYS_NOT if ratios[-1 - otherwise] < LEAST_GAIN else UNCLEAR
 
 
 def verdict(stepped: Sequence[Stepped]) -> list[str]:
@@ -119,13 +124,13 @@ def verdict(stepped: Sequence[Stepped]) -> list[str]:
         lines.append(
             f"{step.ranks} ranks, {step.name}: {step.communication(GLOO):.0%} of a step with Gloo was communication. "
             f"With ringreduce a step was {step.speedup(OURS):.2f}x as fast ({ratios[0]:.2f}x to {ratios[-1]:.2f}x in "
-            f"{len(ratios)} rounds): {'pays' if step.pays else 'does not pay here'}."
+            f"{len(ratios)} rounds): {step.verdict}."
         )
-    paid = sum(step.pays for step in stepped)
-    if stepped and paid:
+    if stepped:
+        paid = sum(step.verdict == PAYS for step in stepped)
         lines.append(f"ringreduce pays here for {paid} of {len(stepped)} kinds of steps.")
-    elif stepped:
-        lines.append("ringreduce does not pay here for any of these kinds of steps.")
+    if any(step.verdict == UNCLEAR for step in stepped):
+        lines.append("Where it cannot be told, try again on a quiet machine, or with more --seconds.")
     return lines
 
 
