@@ -44,16 +44,16 @@ def add(commands: Any, summary: str) -> None:
         "bench",
         help=summary,
         description="Does ringreduce pay here? Runs Gloo, ringreduce, and MPI if mpi4py is installed, in turns: "
-        "all_reduce, then training steps of a convolutional net and a transformer, and tensor-parallel decoding, with 2 "
-        "ranks, and with more if there are cores. Prints how fast each was, and whether a step is faster by more than "
-        "noise. Results are checked. Exits with 1 if a library failed or its results were wrong.",
+        "all_reduce, then training steps of a convolutional net and a transformer, and tensor-parallel decoding. Prints "
+        "how fast each was, and whether a step is faster by more than noise. Results are checked. Exits with 1 if a library failed or its results were wrong.",
         epilog="examples:\n  ringreduce bench\n  ringreduce bench --ranks 2 4 --seconds 300",
         formatter_class=Help,
     )
     parser.add_argument("--ranks", type=group_size, nargs="+",
                         help="group sizes (default: 2, and up to 8 on as many cores)")  # fmt: skip
     parser.add_argument("--seconds", type=seconds, default=SECONDS,
-                        help=f"about how long to take, but for the start of ranks and the first 3 rounds (default: {SECONDS:g})")  # fmt: skip
+                        help="about how long to take, but for the start of ranks and the first 3 rounds "
+                             f"(default: {SECONDS:g})")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print what was measured as JSON")
     parser.set_defaults(run=run)
 
