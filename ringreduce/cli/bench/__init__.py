@@ -44,8 +44,9 @@ def add(commands: Any, summary: str) -> None:
         "bench",
         help=summary,
         description="Does ringreduce pay here? Runs Gloo, ringreduce, and MPI if mpi4py is installed, in turns: "
-        "all_reduce, then training steps of a convolutional net and a transformer, and tensor-parallel decoding. Prints "
-        "how fast each was, and whether a step is faster by more than noise. Results are checked. Exits with 1 if a library failed or its results were wrong.",
+        "all_reduce, then training steps of a convolutional net and a transformer, and tensor-parallel decoding. "
+        "Prints how fast each was, and whether a step is faster by more than noise. Results are checked. Exits with 1 "
+        "if a library failed or its results were wrong.",
         epilog="examples:\n  ringreduce bench\n  ringreduce bench --ranks 2 4 --seconds 300",
         formatter_class=Help,
     )
