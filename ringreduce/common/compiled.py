@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 STEM = "_C_torch"
 """How the name of each file begins; torch's minor version and the suffix of this Python's modules follow."""
 
-ANEW = "build it for this torch: `make build` in a checkout, or `pip install --no-deps .` there"
+ANEW = "build it for this torch: `make build` in a checkout, or `pip install --no-deps -e .` there"
 
 
 def name_for(torch_version: str) -> str:
