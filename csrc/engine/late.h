@@ -9,8 +9,8 @@
 
 namespace ringreduce {
 
-// When a wait is told: `first` after it began, then when it has doubled, but at most ten times `first` later. The waits of
-// Python have the same rule (coordination/wait.py).
+// When a wait is told: `first` after it began, then when it has doubled, but at most ten times `first` later. The waits
+// of Python have the same rule (coordination/wait.py).
 class Reminder {
  public:
   bool due(Nanoseconds waited, Nanoseconds first) {

@@ -161,9 +161,7 @@ void Team::close_memory() {
   // A write that had begun takes microseconds of its core's time. A peer that is stopped right after it cannot say that
   // it has ended; for its sake there is a limit.
   const Nanoseconds deadline = now() + kSecond / 2;
-  const auto writes = [&](int peer) {
-    return control(peer).writes_to.load(std::memory_order_seq_cst) == rank_ + 1;
-  };
+  const auto writes = [&](int peer) { return control(peer).writes_to.load(std::memory_order_seq_cst) == rank_ + 1; };
   for (int r = 0; r < size(); ++r)
     while (r != rank_ && writes(r) && now() < deadline) {
       const std::vector<int> left = fate_.silent();
