@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 
 from ringreduce.cli.bench.turns import slowest
-from ringreduce.cli.bench.worker import BITS, Bits, Call, obey, private, write_inputs
+from ringreduce.cli.bench.worker import BITS, Bits, Call, obey, private, times_ns, write_inputs
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[1:1] = [str(ROOT), str(ROOT / "tests")]  # ringreduce, where it is not installed, and the network
@@ -180,12 +180,7 @@ def serve(me: Rank, backends: Sequence[str], transport: str, timeout: float) -> 
 
 def time_barrier(group: Group, order: dict[str, Any]) -> dict[str, Any]:
     """As ringreduce.cli.bench.worker.obey does, of calls without data."""
-    group.barrier()
-    marks = [time.perf_counter_ns()]
-    for _ in range(order["iterations"]):
-        group.barrier()
-        marks.append(time.perf_counter_ns())
-    return {"times_ns": [b - a for a, b in itertools.pairwise(marks)], "wrong": 0}
+    return {"times_ns": times_ns(group, group.barrier, order["iterations"]), "wrong": 0}
 
 
 # ---- outside -------------------------------------------------------------------------------------------------------

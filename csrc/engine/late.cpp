@@ -19,10 +19,9 @@ std::string its_calls(const Team& team, int rank) {
       if (!is_its || entered <= control.completed || (&control == &its && entered == own.entered)) continue;
       text += " It is in " + describe_call(control, entered) + ", seq " +
               std::to_string(number_of_call(control, entered)) + " of group \"" + segment.name() + "\"";
-      const int peer = control.waiting_for;
-      const bool waits = peer >= 0 && peer < static_cast<int>(segment.layout().ranks) &&
-                         now() - control.heartbeat.load(std::memory_order_acquire) < kSecond / 2;
-      if (waits) text += ", where it waits for rank " + std::to_string(segment.global_rank(peer));
+      const int peer = seen_to_wait_for(control.waiting_for, control.heartbeat,
+                                        static_cast<int>(segment.layout().ranks), kSecond / 2);
+      if (peer >= 0) text += ", where it waits for rank " + std::to_string(segment.global_rank(peer));
       text += ".";
     }
   });

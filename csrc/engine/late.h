@@ -2,6 +2,8 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
+#include <cstdint>
 #include <string>
 
 #include "core/clock.h"
@@ -22,6 +24,17 @@ class Reminder {
  private:
   Nanoseconds told_ = 0;
 };
+
+// The rank that another is seen to wait for, by what that one tells; -1 if it has not said so for `lately`.
+inline int seen_to_wait_for(const std::atomic<std::int32_t>& waiting_for, const std::atomic<Nanoseconds>& heartbeat,
+                            int ranks, Nanoseconds lately) {
+  const bool waits = now() - heartbeat.load(std::memory_order_acquire) < lately;
+  const int peer = waiting_for.load(std::memory_order_acquire);
+  return waits && peer >= 0 && peer < ranks ? peer : -1;
+}
+
+// "Rank 3", where it begins a sentence.
+inline std::string begins_with(const Team& team, int rank) { return "R" + team.fate().number(rank).substr(1); }
 
 // `rank 0 has waited 60.0 s for rank 1, and will wait 1740.0 s more`. `whom`: those who are waited for, in words.
 std::string still_waits(const Team& team, Nanoseconds waited, const std::string& whom, Nanoseconds left);

@@ -67,8 +67,7 @@ void monitored_barrier(Team& team, const Patience& patience, Nanoseconds timeout
     std::string whom, their_doings;
     for (int r : absent) {
       whom += (whom.empty() ? "" : ", ") + team.fate().describe(r);
-      if (const std::string its = doings(team, r); !its.empty())
-        their_doings += " R" + team.fate().number(r).substr(1) + ":" + its;
+      if (const std::string its = doings(team, r); !its.empty()) their_doings += " " + begins_with(team, r) + ":" + its;
     }
     team.warn("monitored_barrier" + of_group(team) + ": " + still_waits(team, waited, whom, timeout - waited) + "." +
               their_doings);

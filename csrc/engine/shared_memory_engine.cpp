@@ -257,9 +257,7 @@ int SharedMemoryEngine::kept_waiting_by(int peer) const {
 // The rank that a GPU of `rank` waits for; -1 if it is not seen to wait.
 int SharedMemoryEngine::gpu_waiting_for(int rank) const {
   const RankControl& c = team_->control(rank);
-  const bool alive = now() - c.gpu_heartbeat.load(std::memory_order_acquire) < kSecond / 2;
-  const int peer = c.gpu_waiting_for.load(std::memory_order_relaxed);
-  return alive && peer >= 0 && peer < team_->size() ? peer : -1;
+  return seen_to_wait_for(c.gpu_waiting_for, c.gpu_heartbeat, team_->size(), kSecond / 2);
 }
 
 // Follows the chain of ranks that wait for each other, from `peer`, and returns its end. `waiting_for(r)` is the rank
@@ -290,9 +288,7 @@ int SharedMemoryEngine::waits_in(const Call& call, std::uint64_t seq, int rank) 
   const RankControl& c = team_->control(rank);
   const bool here =
       c.entered.load(std::memory_order_acquire) == seq && c.completed.load(std::memory_order_acquire) < seq;
-  const bool alive = now() - c.heartbeat.load(std::memory_order_acquire) < sign_of_life(call);
-  const int peer = c.waiting_for.load(std::memory_order_acquire);
-  return here && alive && peer >= 0 && peer < team_->size() ? peer : -1;
+  return here ? seen_to_wait_for(c.waiting_for, c.heartbeat, team_->size(), sign_of_life(call)) : -1;
 }
 
 // What is known of the others while this rank waits for `blocked_on`: "; rank 1 (node7, pid 4711) is what the group
@@ -312,7 +308,7 @@ SharedMemoryEngine::Late SharedMemoryEngine::who_is_late(const Call& call, std::
       waiting += (waiting.empty() ? "" : ", ") + number(r);
       continue;
     }
-    text += " R" + number(r).substr(1);  // it begins a sentence
+    text += " " + begins_with(*team_, r);
     if (entered < seq) {
       text += entered == 0 ? team_->elsewhere(r) ? " has not told of any call." : " has not made any call."
                            : " has not arrived: its latest call is seq " + std::to_string(number_of_call(c, entered)) +

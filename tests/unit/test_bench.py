@@ -81,7 +81,7 @@ class Given:
     """A team whose steps come to `checksum`; it fails with its third order."""
 
     def __init__(self, name: str, checksum: float, lasts: int = 100) -> None:
-        self.name, self.checksum, self.lasts = name, checksum, lasts
+        self.name, self.checksum, self.lasts, self.ended = name, checksum, lasts, False
 
     def run(self, iterations: int, **order: Any) -> list[dict[str, Any]]:
         self.lasts -= 1
@@ -91,7 +91,7 @@ class Given:
         return [{"times_ns": [1000] * iterations, "wrong": 0, "checksum": self.checksum}] * 2
 
     def kill(self) -> None:
-        pass
+        self.ended = True
 
 
 @pytest.mark.parametrize(

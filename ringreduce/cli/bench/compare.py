@@ -217,7 +217,7 @@ class Comparison:
         self._take_turns(
             [tally], turns, order, f"{case.net} by {case.by}", seconds, batch_time=min(1, seconds / 12), least=1
         )
-        self.teams = [team for team in self.teams if team.name == MPI or team in turns]
+        self.teams = [team for team in self.teams if not team.ended]
         if len(self.failures) > failures or not {GLOO, OURS} <= set(tally.times_us):
             return []
         right = tally.checksums[GLOO]
@@ -251,6 +251,10 @@ class Alone:
 
     team: Team
     name: str = ALONE
+
+    @property
+    def ended(self) -> bool:
+        return self.team.ended
 
     def run(self, **order: Any) -> list[dict[str, Any]]:
         return self.team.run(**order)

@@ -42,6 +42,7 @@ class Team:
         self._path = folder / f"{name}-{ranks}-{time.monotonic_ns()}"  # names must not repeat: torch's store is a file
         self._log = self._path.with_suffix(".log")
         self._connections: dict[int, tuple[socket.socket, TextIO]] = {}
+        self.ended = False
         self._pidfds: list[int] = []  # an MPI launcher's ranks are neither its process group's nor our children
         how = [*launcher, WORKER, name, self._path] if launcher else [sys.executable, WORKER, name, self._path, ranks]
         command, variables = [str(word) for word in how], os.environ | ONE_THREAD | dict(environment or {})
@@ -128,6 +129,7 @@ class Team:
 
     def kill(self) -> None:
         """End the processes at once. The launcher may end those that have not said hello yet, then goes too."""
+        self.ended = True
         for pidfd in self._pidfds:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)

@@ -73,7 +73,7 @@ def take_turns(
     """
     for turn in range(rounds + 1):
         for tally, team in itertools.product(tallies, tuple(teams)):
-            if team not in teams:
+            if team.ended:
                 continue
             fitting = batch_time * 1e6 / tally.estimate_us.get(team.name, math.inf)
             try:
@@ -81,8 +81,9 @@ def take_turns(
                 tally.add(team.name, team.run(**order(tally, team), iterations=iterations), counted=turn > 0)
             except BackendFailed as error:
                 give_up(error)
-                team.kill()
-                teams[:] = [each for each in teams if each is not team and getattr(each, "team", None) is not team]
+                if not team.ended:
+                    team.kill()
+        teams[:] = [each for each in teams if not each.ended]
         yield turn
 
 
