@@ -125,11 +125,11 @@ def cell(text: str) -> str:
 
 
 class OptionsTable(Generated):
-    """Every field of `ringreduce.Options` with its variable, then the other variables."""
+    """Every field of `ringreduce.Options` with its variable, the parts of `engine`, then the other variables."""
 
     def run(self) -> list[nodes.Node]:
         rows = ["| option, variable | values (default) | what it is |", "|---|---|---|"]
-        for knob in fields(config.Options):
+        for knob in (*fields(config.Options), *fields(config.EngineParts)):
             default, allowed = knob.metadata["default"], knob.metadata["allowed"]
             of_bytes = knob.name.endswith("_bytes")
             if allowed is None:
@@ -140,8 +140,9 @@ class OptionsTable(Generated):
                 values = " to ".join(size(number) if of_bytes else f"{number:,}" for number in allowed)
             if default != "":
                 values += f" (`{size(default) if of_bytes else default}`)"
-            variable = config.PREFIX + knob.name.upper()
-            rows.append(f"| `{knob.name}` `{variable}` | {values} | {cell(knob.metadata['help'])} |")
+            of_engine = knob.name in config.PARTS
+            variable = "part of `engine`" if of_engine else f"`{config.PREFIX}{knob.name.upper()}`"
+            rows.append(f"| `{knob.name}` {variable} | {values} | {cell(knob.metadata['help'])} |")
         rows += [f"| `{name}` | text | {cell(help)} |" for name, help in config.OTHER_VARIABLES.items()]
         made = self.markdown(rows)
         for table in made:

@@ -40,14 +40,86 @@ def _knob(default: Any, allowed: tuple[str, ...] | tuple[int, int] | None, help:
     return field(default=None, metadata={"default": default, "allowed": allowed, "help": help})
 
 
+def _part(default: Any, allowed: tuple[str, ...] | tuple[int, int], help: str) -> Any:
+    return field(default=default, metadata={"default": default, "allowed": allowed, "help": help})
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """The parts of `Options.engine`, which only those who work on the engine set."""
+
+    channels: int = _part(3, (1, 64), "channels, the rings or trees that one plan may have")
+    channel_bytes: int = _part(
+        4 * 1024**2,
+        (64 * 1024, 1024**3),
+        "shared memory for one channel's slots, per rank; above 8 ranks each takes less",
+    )
+    mailbox_bytes: int = _part(2 * 1024**2, (64 * 1024, 1024**3), "shared memory for point-to-point messages, per rank")
+    arena_keep_bytes: int = _part(
+        256 * 1024**2, (0, 1024**4), "memory of freed shared tensors that a process keeps for new ones"
+    )
+    spins: int = _part(0, (0, 1_000_000), "looks before a waiting rank yields its core (default: by ranks per core)")
+    yields: int = _part(
+        0, (0, 1_000_000_000), "yields before a waiting rank sleeps (default: by the probe where ranks share cores)"
+    )
+    slices: int = _part(4, (1, 1024), "slices that a chunk is cut in, if they are not too small or too large")
+    least_slice_bytes: int = _part(0, (0, 1024**3), "the smallest size of a slice (default: depends on `fetch`)")
+    least_fetch_bytes: int = _part(0, (0, 1024**3), "smaller slices are copied (default: by ranks per core)")
+    most_fetch_bytes: int = _part(
+        0,
+        (0, 1024**5),
+        "above two ranks, calls in place that reduce more bytes than this in all make copies (default: probed)",
+    )
+    stream_bytes: int = _part(
+        48 * 1024**2, (0, 1024**5), "outputs that have so many bytes in all are stored past the caches"
+    )
+    spread_bytes: int = _part(
+        0, (0, 1024**3), "over so much of a channel's slots a rank's values go in turn; 1: over none (default: probed)"
+    )
+    gpu_bytes: int = _part(64 * 1024**2, (1024**2, 16 * 1024**3), "memory of each GPU for a group's slots")
+    gpu_blocks: int = _part(32, (1, 1024), "thread blocks of a call, each of which takes a multiprocessor")
+    gpu_mode: str = _part(
+        "auto",
+        ("auto", "run", "steps"),
+        "'run': a kernel takes a whole call; 'steps': a batch of its steps; 'auto': 'steps' where ranks share a GPU",
+    )
+
+    def __str__(self) -> str:
+        """The shortest text that has these parts."""
+        set_here = ((each.name, getattr(self, each.name), each.default) for each in fields(self))
+        return ",".join(f"{name}={value}" for name, value, default in set_here if value != default)
+
+
+PARTS = {each.name: each for each in fields(EngineParts)}
+
+
+@functools.cache
+def _engine_parts(text: str, where: str) -> EngineParts:
+    """`where`: what errors call the text."""
+    values = {}
+    for each in filter(None, map(str.strip, text.split(","))):
+        name, _, value = map(str.strip, each.partition("="))
+        if name not in PARTS:
+            raise InvalidArgument(f"{where} has {each!r}; it must be NAME=VALUE, NAME one of {', '.join(PARTS)}")
+        values[name] = _parsed(PARTS[name], value)
+        _check(PARTS[name], values[name], f"{name} in {where}")
+    return EngineParts(**values)
+
+
+def _refuse_old(knobs: Mapping[str, str]) -> None:
+    """Raises `InvalidArgument` if one of these is a knob that has become a part. `knobs`: what users call them."""
+    if part := next((each for each in PARTS if each in knobs), ""):
+        raise InvalidArgument(f"{knobs[part]} is a part of engine; set RINGREDUCE_ENGINE, or engine=, to '{part}=...'")
+
+
 @dataclass(frozen=True)
 class Options:
     """Options of a group, for `pg_options` of `init_process_group` and `new_group`.
 
     Most must be the same on all ranks. Of `tuning`, `topo_file` and `hosts_file` only rank 0's count. `socket_ifname`,
-    `ports`, `host_id`, `secret_file`, `recorded_calls`, `dump_when_broken`, `debug`, `arena_keep_bytes` and
-    `share_allocations` may differ between ranks. `arena_bytes`, `arena_keep_bytes` and `share_allocations` concern the
-    process, which has one arena for all groups.
+    `ports`, `host_id`, `secret_file`, `recorded_calls`, `dump_when_broken`, `debug`, `share_allocations` and
+    `arena_keep_bytes`, a part of `engine`, may differ between ranks. `arena_bytes`, `arena_keep_bytes` and
+    `share_allocations` concern the process, which has one arena for all groups.
 
     A field left at None takes its RINGREDUCE_* variable, or else its default. Raises `InvalidArgument` for bad values.
     Where torch is loaded, the object is one of torch's `Backend.Options` too, as DeviceMesh's `backend_override` needs.
@@ -95,44 +167,16 @@ class Options:
         None,
         "a file with the machine's links, see `ringreduce topo --json`: rank r is on its r-th GPU. Rank 0's counts",
     )
-    channels: int = _knob(3, (1, 64), "channels, the rings or trees that one plan may have")
-    channel_bytes: int = _knob(
-        4 * 1024**2,
-        (64 * 1024, 1024**3),
-        "shared memory for one channel's slots, per rank; above 8 ranks each takes less",
-    )
-    mailbox_bytes: int = _knob(2 * 1024**2, (64 * 1024, 1024**3), "shared memory for point-to-point messages, per rank")
     arena_bytes: int = _knob(
         16 * 1024**3,
         (0, 1024**4),
         "address space per process for shared tensors; the process's first group decides; 0: the group shares none",
     )
-    arena_keep_bytes: int = _knob(
-        256 * 1024**2, (0, 1024**4), "memory of freed shared tensors that a process keeps for new ones"
-    )
     share_allocations: int = _knob(
         0, (0, 1), "1: torch's CPU tensors of 1 MB and more are shared tensors (ringreduce.share_allocations); 0: not"
     )
-    spins: int = _knob(0, (0, 1_000_000), "looks before a waiting rank yields its core (default: by ranks per core)")
-    yields: int = _knob(
-        0, (0, 1_000_000_000), "yields before a waiting rank sleeps (default: by the probe where ranks share cores)"
-    )
-    slices: int = _knob(4, (1, 1024), "slices that a chunk is cut in, if they are not too small or too large")
-    least_slice_bytes: int = _knob(0, (0, 1024**3), "the smallest size of a slice (default: depends on `fetch`)")
     fetch: int = _knob(
         1, (0, 1), "1: ranks read one another's tensors where they are, if that is faster; 0: through copies"
-    )
-    least_fetch_bytes: int = _knob(0, (0, 1024**3), "smaller slices are copied (default: by ranks per core)")
-    most_fetch_bytes: int = _knob(
-        0,
-        (0, 1024**5),
-        "above two ranks, calls in place that reduce more bytes than this in all make copies (default: probed)",
-    )
-    stream_bytes: int = _knob(
-        48 * 1024**2, (0, 1024**5), "outputs that have so many bytes in all are stored past the caches"
-    )
-    spread_bytes: int = _knob(
-        0, (0, 1024**3), "over so much of a channel's slots a rank's values go in turn; 1: over none (default: probed)"
     )
     gpu_transport: str = _knob(
         "auto",
@@ -140,20 +184,17 @@ class Options:
         "for CUDA tensors: 'peer': GPUs' shared memory; 'nccl': NCCL's messages; 'host': the host's memory; 'auto': "
         "'peer' where it works, else 'host'",
     )
-    gpu_bytes: int = _knob(64 * 1024**2, (1024**2, 16 * 1024**3), "memory of each GPU for a group's slots")
-    gpu_blocks: int = _knob(32, (1, 1024), "thread blocks of a call, each of which takes a multiprocessor")
-    gpu_mode: str = _knob(
-        "auto",
-        ("auto", "run", "steps"),
-        "'run': a kernel takes a whole call; 'steps': a batch of its steps; 'auto': 'steps' where ranks share a GPU",
-    )
     recorded_calls: int = _knob(
         2000, (0, 10_000_000), "latest calls that the flight recorder keeps, per group; 0: none"
     )
     dump_when_broken: int = _knob(1, (0, 1), "1: write the flight record when the group breaks; 0: do not")
     debug: int = _knob(0, (0, 2), "1: log the life of groups; 2: also print a line for every call")
+    engine: str = _knob(
+        "", None, "for work on the engine: parts of it, as 'slices=2,channel_bytes=64K'; `ringreduce info` lists them"
+    )
 
     def __new__(cls, *given: Any, **named: Any) -> Options:
+        _refuse_old({name: name for name in named})
         if cls is Options and hasattr(sys.modules.get("torch"), "distributed") and (kind := _with_torch()) is not cls:
             return kind.__new__(kind)
         return super().__new__(cls)
@@ -162,7 +203,12 @@ class Options:
         for knob in fields(self):
             value = getattr(self, knob.name)
             if value is not None:
-                _check(knob.name, knob.metadata["allowed"], value, "option")
+                _check(knob, value, knob.name)
+
+    @property
+    def parts(self) -> EngineParts:
+        """The parts of `engine`."""
+        return _engine_parts(self.engine or "", "engine")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Options, tuple(getattr(self, knob.name) for knob in fields(self))
@@ -260,6 +306,7 @@ def resolve(options: Any, environ: Mapping[str, str] = os.environ) -> tuple[Opti
         options = None
     given = options or Options()
     said = {name: text for name, text in environ.items() if name.startswith(PREFIX) and text.strip()}
+    _refuse_old({name.removeprefix(PREFIX).lower(): name for name in said})
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for knob in fields(Options):
@@ -267,15 +314,8 @@ def resolve(options: Any, environ: Mapping[str, str] = os.environ) -> tuple[Opti
         value = getattr(given, knob.name)
         origin = "option"
         if value is None and variable in said:
-            origin = variable
-            try:
-                value = _parsed(knob, said[variable])
-            except ValueError:
-                least, most = knob.metadata["allowed"]
-                raise InvalidArgument(
-                    f"{variable} is {said[variable]!r}; it must be a whole number from {least} to {most}"
-                ) from None
-            _check(knob.name, knob.metadata["allowed"], value, origin)
+            origin, value = variable, _parsed(knob, said[variable])
+            _check(knob, value, variable)
         if value is None:
             origin, value = "default", DEFAULTS[knob.name]
         values[knob.name] = int(value) if isinstance(value, bool) else value
@@ -306,13 +346,18 @@ def _warn_of_unknown(name: str) -> None:
 
 
 def _parsed(knob: Field[Any], text: str) -> Any:
+    """The value that `text` says; the text itself where it says none, which `_check` refuses."""
     if isinstance(knob.metadata["default"], str):
         return text
-    return parse_bytes(text) if knob.name.endswith("_bytes") else int(text)
+    try:
+        return parse_bytes(text) if knob.name.endswith("_bytes") else int(text)
+    except ValueError:
+        return text
 
 
-def _check(name: str, allowed: Any, value: Any, origin: str) -> None:
-    where = name if origin in ("option", "default") else origin
+def _check(knob: Field[Any], value: Any, where: str) -> None:
+    """Raises `InvalidArgument` for a value that is not allowed. `where`: what errors call it."""
+    name, allowed = knob.name, knob.metadata["allowed"]
     if name == "algorithms":
         if not isinstance(value, str):
             raise InvalidArgument(f"{where} is {value!r}; it must be text such as 'all_reduce:ring:32K-'")
@@ -334,20 +379,23 @@ def _check(name: str, allowed: Any, value: Any, origin: str) -> None:
     elif not isinstance(value, str):
         what = "the path of a file, or '' for none" if name in ("topo_file", "hosts_file") else "text, '' for none"
         raise InvalidArgument(f"{where} is {value!r}; it must be {what}")
+    elif name == "engine":
+        _engine_parts(value, where)
 
 
 def slot_bytes_for(size: int, options: Options) -> int:
     """Of one slot in a group of `size` ranks."""
-    whole = options.channel_bytes // slot_depth(size)
+    whole = options.parts.channel_bytes // slot_depth(size)
     shared = max(whole * RANKS_WITH_WHOLE_SLOTS // max(size, RANKS_WITH_WHOLE_SLOTS), LEAST_SHARED_SLOT)
     return max(min(whole, shared) // 4096 * 4096, 4096)
 
 
 def slicing_for(options: Options, slot_bytes: int, fetch: bool) -> Slicing:
     """How a group with these options cuts a chunk."""
-    if fetch and not options.least_slice_bytes:
-        return Slicing(options.slices, SLICE_FETCHED, min(SLICE_FETCHED, slot_bytes))
-    return Slicing(options.slices, options.least_slice_bytes or LEAST_SLICE_COPIED, slot_bytes)
+    parts = options.parts
+    if fetch and not parts.least_slice_bytes:
+        return Slicing(parts.slices, SLICE_FETCHED, min(SLICE_FETCHED, slot_bytes))
+    return Slicing(parts.slices, parts.least_slice_bytes or LEAST_SLICE_COPIED, slot_bytes)
 
 
 def fetch_from(options: Options, size: int, cores: Collection[int], fetch: bool) -> int | None:
@@ -355,4 +403,4 @@ def fetch_from(options: Options, size: int, cores: Collection[int], fetch: bool)
     if not fetch:
         return None
     usual = LEAST_FETCH_WITH_OWN_CORE if size <= len(cores) else LEAST_FETCH_SHARING_CORES
-    return options.least_fetch_bytes or usual
+    return options.parts.least_fetch_bytes or usual

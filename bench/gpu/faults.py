@@ -58,7 +58,7 @@ def rank_main(pipe: Any, rank: int, port: int, way: str, mode: str, image: bytes
     from ringreduce.errors import RingReduceError
 
     torch.cuda.set_device(0)
-    options: Any = ringreduce.Options(gpu_mode=mode, gpu_transport="peer", dump_when_broken=0)
+    options: Any = ringreduce.Options(gpu_transport="peer", dump_when_broken=0, engine=f"gpu_mode={mode}")
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     limit = timedelta(seconds=HANGS / 2)
     dist.init_process_group("ringreduce", store=store, rank=rank, world_size=RANKS, timeout=limit, pg_options=options)

@@ -352,7 +352,7 @@ def host_call(asker: Asker, mode: str) -> Answer:
     import ringreduce
 
     store = dist.PrefixStore(f"host {mode}", dist.HashStore())
-    options: Any = ringreduce.Options(gpu_mode=mode, gpu_transport="peer")
+    options: Any = ringreduce.Options(gpu_transport="peer", engine=f"gpu_mode={mode}")
     waits = timedelta(seconds=30)
     dist.init_process_group("ringreduce", store=store, rank=0, world_size=1, timeout=waits, pg_options=options)
     try:

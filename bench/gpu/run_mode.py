@@ -1,4 +1,4 @@
-"""gpu_mode="run", one kernel a call, with all ranks on one GPU: what ranks with a GPU each run, where there is one GPU.
+"""`gpu_mode=run`, one kernel a call, with all ranks on one GPU: what ranks with a GPU each run, where there is one GPU.
 
     python -m bench.gpu.run_mode --json run-mode.json
 
@@ -148,7 +148,7 @@ def two_processes(stand_in: bool) -> list[dict[str, Any]]:
 
     device.use(stand_in)
     torch.cuda.set_device(0)
-    options: Any = ringreduce.Options(gpu_mode="run", gpu_transport="peer")
+    options: Any = ringreduce.Options(gpu_transport="peer", engine="gpu_mode=run")
     group = dist.new_group(backend="ringreduce", pg_options=options, timeout=harness.TIMEOUT)
     rank, rows = dist.get_rank(), []
     for count in (1, 64, 1024):
@@ -172,7 +172,8 @@ def measure(report: reports.Report, ranks: int, args: argparse.Namespace, gbps: 
     """All rows of one number of ranks that are threads."""
     mine = {"ranks": ranks, "where": "threads"}
     blocks = torch.cuda.get_device_properties(0).multi_processor_count // ranks
-    options: dict[str, Any] = {"timeout": 60, "gpu_mode": "run", "gpu_transport": "peer", "gpu_blocks": blocks}
+    options: dict[str, Any] = {"timeout": 60, "gpu_transport": "peer"}
+    options["engine"] = f"gpu_mode=run,gpu_blocks={blocks}"
     found = threads.run(every_row, ranks, **options)
     compared, wrong = found[0][0], sum(each for _, each in found)
     report.row(

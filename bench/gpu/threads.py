@@ -28,7 +28,7 @@ class ThreadRank:
     def __init__(self, store: dist.Store, rank: int, size: int, device: int, timeout: float, options: Any) -> None:
         self.rank, self.size, self.store = rank, size, store
         torch.cuda.set_device(device)
-        if options.gpu_mode == "run":  # kernels that wait for each other must not come one after the other
+        if options.parts.gpu_mode == "run":  # kernels that wait for each other must not come one after the other
             torch.cuda.set_stream(torch.cuda.Stream())
         resolved, _ = resolve(options)
         with make._exchange(store, rank, list(range(size)), timeout, None, "group") as exchange:

@@ -32,7 +32,7 @@ Segment::Segment(const FileDescriptor& memfd, const Geometry& geometry)
   if (mapped == MAP_FAILED)
     throw Error(ErrorKind::system,
                 "cannot map " + std::to_string(bytes_) +
-                    " bytes of shared memory (RINGREDUCE_CHANNEL_BYTES lowers it): " + std::strerror(errno));
+                    " bytes of shared memory (channel_bytes in RINGREDUCE_ENGINE lowers it): " + std::strerror(errno));
   base_ = static_cast<std::byte*>(mapped);
   auto& all = process_wide<Mapped>();
   std::lock_guard lock(all.mutex);

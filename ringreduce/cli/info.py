@@ -74,7 +74,7 @@ def _versions() -> dict[str, str | None]:
 def _document(options: Options, origins: dict[str, str]) -> dict[str, Any]:
     """For --json."""
     knobs = {knob.name: {"value": getattr(options, knob.name), "from": origins[knob.name]} for knob in fields(Options)}
-    document = {"versions": _versions(), "options": knobs, "tuning": None}
+    document = {"versions": _versions(), "options": knobs, "engine": asdict(options.parts), "tuning": None}
     if not compiled.why_not() and options.tuning != "off":
         known, origin = tuning.current(options.tuning, own_cores())
         document["tuning"] = {"from": origin, **asdict(known)}
@@ -98,6 +98,10 @@ def _info(console: Console, options: Options, origins: dict[str, str], ranks: li
     for variable, meaning in OTHER_VARIABLES.items():
         given = os.environ.get(variable)
         shown.add_row(variable, *(("", "default") if given is None else (repr(given), "variable")), meaning)
+    console.print(shown)
+    shown = table("part of engine", "value", "what it is", whole=("part of engine",))
+    for part in fields(options.parts):
+        shown.add_row(part.name, repr(getattr(options.parts, part.name)), part.metadata["help"])
     console.print(shown)
     if missing:
         say(console, f"groups cannot be made here, nor this machine be probed: {missing}")
@@ -221,7 +225,7 @@ def _choices_of_gpus(ranks: list[int], options: Options) -> Table:
     shown = table("ranks", "their GPUs", "collective", "bytes of a block", "algorithm", "by",
                   title="CUDA tensors, unless NVML tells of links")  # fmt: skip
     user = plan.parse_algorithms(options.algorithms)
-    modes = {"run": [False], "steps": [True]}.get(options.gpu_mode, [False, True])
+    modes = {"run": [False], "steps": [True]}.get(options.parts.gpu_mode, [False, True])
     for size, steps in ((size, steps) for size in ranks for steps in modes):
         built_in = gpu_rules(size, steps=steps)
         of_rules = {rule.collective for rule in (*user, *built_in)}

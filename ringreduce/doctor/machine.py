@@ -217,7 +217,7 @@ def _shared_memory(facts: Facts) -> Judged:
         return "ok", f"memfd works; {each}", ""
     what = f"memfd works; {bytes_text(facts.memory_left, 1024)} left, {each}"
     if facts.memory_left < need:
-        fix = "raise the memory limit of the cgroup (Docker: --memory), or lower RINGREDUCE_CHANNEL_BYTES"
+        fix = "raise the memory limit of the cgroup (Docker: --memory), or set RINGREDUCE_ENGINE=channel_bytes=1M"
         return "limited", what, fix
     return "ok", what, ""
 
@@ -464,7 +464,7 @@ def look(sysfs: Path = Path("/sys"), proc: Path = Path("/proc")) -> Facts:
         compiler=_find_compiler(),
         memory=_why_no_memory(),
         memory_left=memory_left(sysfs, proc),
-        bytes_per_rank=options.channels * options.channel_bytes + options.mailbox_bytes,
+        bytes_per_rank=options.parts.channels * options.parts.channel_bytes + options.parts.mailbox_bytes,
         fetch=not missing and tuning.fetches(options),
         fetch_wanted=bool(options.fetch),
         yama=text_of(proc / "sys/kernel/yama/ptrace_scope"),

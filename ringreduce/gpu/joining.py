@@ -70,7 +70,7 @@ class Wanted:
 
     def channels(self, links: GroupTopology | None) -> int:
         """The most that a plan may have."""
-        return max(self.options.channels, links.channels if links else 1)
+        return max(self.options.parts.channels, links.channels if links else 1)
 
 
 def join(wanted: Wanted, group: _C.ProcessGroupRing, ordinal: int, communicator: int) -> None:
@@ -112,7 +112,7 @@ def _over_peer_memory(wanted: Wanted, group: _C.ProcessGroupRing, ordinal: int) 
     _tell_all(group, "", "")
     try:
         device = _C.CudaDevice(ordinal)
-        region = _C.GpuRegion(device, options.gpu_bytes)
+        region = _C.GpuRegion(device, options.parts.gpu_bytes)
         said = json.dumps([region.handle.hex(), device.pci_bus_id, device.multiprocessors])
     except RingReduceError as refusal:
         error = str(refusal)
@@ -120,7 +120,7 @@ def _over_peer_memory(wanted: Wanted, group: _C.ProcessGroupRing, ordinal: int) 
     handles = [bytes.fromhex(each) for each in shown]
     links = wanted.links or _look_at_links(options, group, buses)
     sharing = [_C.ranks_on_gpu(handles, rank) for rank in range(group.size())]
-    steps = [ranks > 1 if options.gpu_mode == "auto" else options.gpu_mode == "steps" for ranks in sharing]
+    steps = [ranks > 1 if options.parts.gpu_mode == "auto" else options.parts.gpu_mode == "steps" for ranks in sharing]
     blocks = min(count // ranks for count, ranks in zip(multiprocessors, sharing, strict=True))
     try:
         engine = _C.peer_engine(
@@ -131,7 +131,7 @@ def _over_peer_memory(wanted: Wanted, group: _C.ProcessGroupRing, ordinal: int) 
             shape=shape_for(group.size(), options, wanted.channels(links), any(steps), blocks),
             steps=steps,
             images=functools.partial(_image, device.capability),
-            slices=options.slices,
+            slices=options.parts.slices,
             least_slice_bytes=LEAST_SLICE,
         )
         built_in = rules(group.size(), steps=any(steps))
@@ -213,8 +213,8 @@ def _over_nccl(wanted: Wanted, group: _C.ProcessGroupRing, ordinal: int, communi
                 timeout=seconds,
                 channels=channels,
                 images=functools.partial(_image, device.capability),
-                slices=options.slices,
-                least_slice_bytes=options.least_slice_bytes or NCCL_LEAST_SLICE,
+                slices=options.parts.slices,
+                least_slice_bytes=options.parts.least_slice_bytes or NCCL_LEAST_SLICE,
             )
             built_in = NCCL_RULES + (NCCL_RULES_OF_HOSTS if len(set(hosts)) > 1 else "")
             wanted.add_plans(links, plan.parse_algorithms(built_in), engine)
@@ -256,13 +256,15 @@ def _from_first(group: _C.ProcessGroupRing, text: str) -> str:
 def shape_for(size: int, options: Options, channels: int, steps: bool, blocks: int) -> _C.RegionShape:
     """The slots that fit the memory the options allow, for at most so many `blocks` of a rank at once, which a GPU has
     room for with those of all ranks on it. Where ranks take steps there is one lane, which has all of the memory."""
-    lanes = 1 if steps else max(min(options.gpu_blocks, blocks), channels)
+    lanes = 1 if steps else max(min(options.parts.gpu_blocks, blocks), channels)
     depth = plan.slot_depth(size)
     words = _C.RegionShape(lanes=lanes, depth=depth, slot_bytes=0).bytes(size)
-    slot_bytes = (options.gpu_bytes - words) // (lanes * depth) // 128 * 128
+    slot_bytes = (options.parts.gpu_bytes - words) // (lanes * depth) // 128 * 128
     if slot_bytes < LEAST_SLOT:
         need = words + LEAST_SLOT * lanes * depth
-        raise InvalidArgument(f"gpu_bytes is {options.gpu_bytes}; {size} ranks with {lanes} lanes need {need} or more")
+        raise InvalidArgument(
+            f"gpu_bytes is {options.parts.gpu_bytes}; {size} ranks with {lanes} lanes need {need} or more"
+        )
     return _C.RegionShape(lanes=lanes, depth=depth, slot_bytes=slot_bytes)
 
 

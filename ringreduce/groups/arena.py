@@ -87,7 +87,7 @@ def open_arena(options: Options) -> int:
     size, refused = wanted if arena_stats().size else min(wanted, _affordable()), ""
     while size >= min(wanted, LEAST_ARENA):
         try:
-            descriptor = _C.open_arena(size, options.arena_keep_bytes)
+            descriptor = _C.open_arena(size, options.parts.arena_keep_bytes)
         except SystemFailure as error:
             size, refused = size // 2 // 4096 * 4096, str(error)
             continue

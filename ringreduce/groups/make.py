@@ -313,14 +313,14 @@ class GroupSpec:
         except RuntimeError as error:
             raise SystemFailure(f"making the group: Gloo cannot connect its ranks: {error}") from None
         slices = {
-            "least_slice_bytes": options.least_slice_bytes or LEAST_SLICE_GLOO,
+            "least_slice_bytes": options.parts.least_slice_bytes or LEAST_SLICE_GLOO,
             "most_slice_bytes": MOST_SLICE_GLOO,
         }
         group = _C.ProcessGroupRing.over(
             backend=gloo,
             store=store,
             names=self._names(names),
-            channels=max(options.channels, decision.channels),
+            channels=max(options.parts.channels, decision.channels),
             settings=self._settings(decision, names, None, None, **slices),
         )
         return group, decision, None
@@ -360,7 +360,7 @@ class GroupSpec:
             regroup=functools.partial(_regroup, store, self.name, exchange.rank, exchange.ranks, options, survivors),
             join_gpus=functools.partial(_join_gpus, exchange.size, options, self.seconds, between_gpus),
             ask=self._choices(decision, links).ask,
-            slices=options.slices,
+            slices=options.parts.slices,
             recorded_calls=options.recorded_calls,
             dump_when_broken=bool(options.dump_when_broken),
             print_calls=options.debug > 1,
@@ -388,9 +388,9 @@ def _transport(options: Options, meeting: Meeting, decision: Decision, links: Li
         "least_slice_bytes": slicing.least_slice_bytes,
         "most_slice_bytes": slicing.most_slice_bytes,
         "least_fetch_bytes": fetch_from(options, size, meeting.cores, fetch) or 0,
-        "most_fetch_bytes": options.most_fetch_bytes or decision.most_fetch,
-        "stream_bytes": options.stream_bytes,
-        "spread_bytes": options.spread_bytes or decision.spread,
+        "most_fetch_bytes": options.parts.most_fetch_bytes or decision.most_fetch,
+        "stream_bytes": options.parts.stream_bytes,
+        "spread_bytes": options.parts.spread_bytes or decision.spread,
         "wire_dtype": options.wire_dtype,
     }
 
@@ -487,11 +487,13 @@ def geometry_for(size: int, options: Options, plan_channels: int) -> _C.Geometry
     mailbox_depth = 4
     return _C.Geometry(
         ranks=size,
-        channels=max(options.channels, plan_channels),
+        channels=max(options.parts.channels, plan_channels),
         depth=plan.slot_depth(size),
         slot_bytes=slot_bytes_for(size, options),
         mailbox_depth=mailbox_depth,
-        mailbox_slot_bytes=min(max(options.mailbox_bytes // (size * mailbox_depth) // 4096 * 4096, 4096), 256 * 1024),
+        mailbox_slot_bytes=min(
+            max(options.parts.mailbox_bytes // (size * mailbox_depth) // 4096 * 4096, 4096), 256 * 1024
+        ),
     )
 
 
@@ -500,4 +502,8 @@ def patience_for(options: Options, decision: Decision, crowded: bool, links: boo
     calls the looks depend on the other ranks of its core instead."""
     looks = SPINS_WITH_LINKS if links else SPINS_SHARING_CORES if crowded else SPINS_WITH_OWN_CORE
     yields = (decision.yields or YIELDS_SHARING_CORES) if crowded else YIELDS_WITH_OWN_CORE
-    return options.spins or looks, options.yields or yields, crowded and not links and not options.spins
+    return (
+        options.parts.spins or looks,
+        options.parts.yields or yields,
+        crowded and not links and not options.parts.spins,
+    )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ringreduce import _C
-from ringreduce.config import Options, resolve
+from ringreduce.config import EngineParts, Options, resolve
 from ringreduce.coordination.endpoint import Config, Location, PreparedEndpoint
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ def location_of(options: Options) -> Location:
 OWN = frozenset(
     (
         *("tuning", "topo_file", "hosts_file", "recorded_calls", "dump_when_broken", "debug", "socket_ifname", "ports"),
-        *("host_id", "secret_file", "arena_keep_bytes", "share_allocations"),
+        *("host_id", "secret_file", "share_allocations"),
     )
 )
 """The options that each rank may choose for itself."""
@@ -28,7 +29,8 @@ OWN = frozenset(
 
 def agreed(options: Options) -> Config:
     """The options that must be equal on all ranks."""
-    return {name: value for name, value in vars(options).items() if name not in OWN}
+    engine = str(replace(options.parts, arena_keep_bytes=EngineParts.arena_keep_bytes))
+    return {**{name: value for name, value in vars(options).items() if name not in OWN}, "engine": engine}
 
 
 def ready_for_a_group(options: Options | None, listens: bool, wire: Wire | None = None) -> PreparedEndpoint | None:

@@ -27,8 +27,8 @@ def shared_memory(segment_bytes: int) -> int:
     except OSError as error:
         os.close(memfd)
         raise SystemFailure(
-            f"cannot make {segment_bytes} bytes of shared memory: {error.strerror} (RINGREDUCE_CHANNEL_BYTES and "
-            "RINGREDUCE_MAILBOX_BYTES lower this; `ulimit -f` limits it)"
+            f"cannot make {segment_bytes} bytes of shared memory: {error.strerror} (channel_bytes and mailbox_bytes in "
+            "RINGREDUCE_ENGINE lower this; `ulimit -f` limits it)"
         ) from None
     return memfd
 

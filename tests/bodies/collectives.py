@@ -15,7 +15,7 @@ import ringreduce
 from ringreduce.errors import InvalidArgument
 from ringreduce.plan import build
 
-SMALL_SLOTS = ringreduce.Options(channel_bytes=64 * 1024, mailbox_bytes=64 * 1024, least_slice_bytes=64)
+SMALL_SLOTS = ringreduce.Options(engine="channel_bytes=64K,mailbox_bytes=64K,least_slice_bytes=64")
 SEVERAL_SLICES = 70_001  # elements; 280 KB, many times a small slot
 DTYPES = (
     torch.float64,

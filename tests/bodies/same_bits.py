@@ -76,4 +76,4 @@ def bits(me: Rank, name: str, options: ringreduce.Options, text: str, device: st
 
 
 def in_shared_memory(me: Rank, text: str) -> list[bytes]:
-    return bits(me, "shared memory", ringreduce.Options(channels=8, channel_bytes=64 * 1024), text, "cpu")
+    return bits(me, "shared memory", ringreduce.Options(engine="channels=8,channel_bytes=64K"), text, "cpu")

@@ -35,6 +35,7 @@ def _with_device(me: Rank, function: Callable[..., Any], mode: str, *arguments: 
     return function(me, mode, *arguments)
 
 
-def options(mode: str, **others: Any) -> Options:
-    """Of a group that must not fall back to the host's memory."""
-    return Options(gpu_mode=mode, gpu_transport="peer", **others)
+def options(mode: str, **parts: int) -> Options:
+    """Of a group that must not fall back to the host's memory. `parts`: of its engine."""
+    engine = {"gpu_mode": mode, **parts}
+    return Options(gpu_transport="peer", engine=",".join(f"{name}={value}" for name, value in engine.items()))

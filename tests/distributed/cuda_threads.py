@@ -51,7 +51,7 @@ def _in_threads(
     options: dict[str, Any],
 ) -> list[Any]:
     os.environ["RINGREDUCE_STAND_IN_DEVICES"] = str(max(2, devices))
-    if options.get("gpu_mode") == "run":
+    if "gpu_mode=run" in options.get("engine", ""):
         os.environ.update(threads.RESIDENT)
     if prepare is not None:
         prepare()

@@ -66,7 +66,9 @@ def test_all_collectives_in_one_group_with_default_options() -> None:
     "collective, algorithm", [(c, a) for c, algorithms in BUILDERS.items() for a in algorithms if len(algorithms) > 1]
 )
 def test_algorithms(collective: str, algorithm: str, ranks: int) -> None:
-    options = ringreduce.Options(algorithms=f"{collective}:{algorithm}", channel_bytes=64 * 1024, least_slice_bytes=64)
+    options = ringreduce.Options(
+        algorithms=f"{collective}:{algorithm}", engine="channel_bytes=64K,least_slice_bytes=64"
+    )
     run(every_size, ranks, collective, options)
 
 
@@ -80,7 +82,7 @@ def large_first_call(me: Rank, options: ringreduce.Options) -> None:
 @pytest.mark.parametrize("algorithm", BUILDERS["all_reduce"])
 def test_first_call_of_a_group_may_need_all_slots_many_times(algorithm: str, ranks: int) -> None:
     options = ringreduce.Options(
-        algorithms=f"all_reduce:{algorithm}", channel_bytes=64 * 1024, slices=64, least_slice_bytes=64
+        algorithms=f"all_reduce:{algorithm}", engine="channel_bytes=64K,slices=64,least_slice_bytes=64"
     )
     run(large_first_call, ranks, options)
 

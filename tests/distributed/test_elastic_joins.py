@@ -82,7 +82,7 @@ def joins_with_other_options(me: Rank) -> Any:
     if me.rank == 2:
         me.store.wait(["ready"], timedelta(seconds=60))
         with pytest.raises(InvalidArgument, match="options differ between ranks"):
-            start(me, 2, options=ringreduce.Options(slices=2))
+            start(me, 2, options=ringreduce.Options(engine="slices=2"))
         me.store.wait(["gone on"], timedelta(seconds=60))
         return "raised"
     world = start(me, 2, timeout=timedelta(seconds=1000))

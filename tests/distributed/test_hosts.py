@@ -255,7 +255,7 @@ def wire_results(me: Rank, wire_dtype: str) -> dict[tuple[str, str, int], Any]:
     """Of all_reduce, by algorithm, operation and count: NumPy arrays."""
     results = {}
     for algorithm in ALGORITHMS:
-        options = ringreduce.Options(wire_dtype=wire_dtype, algorithms=algorithm, channel_bytes=64 * 1024)
+        options = ringreduce.Options(wire_dtype=wire_dtype, algorithms=algorithm, engine="channel_bytes=64K")
         with me.join(algorithm, options=options):
             for name, op in OPERATIONS.items():
                 for count in COUNTS:

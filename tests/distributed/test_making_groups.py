@@ -249,7 +249,7 @@ def test_a_group_that_a_rank_has_given_up_is_not_held_against_it() -> None:
 
 def has_a_wrong_variable(me: Rank) -> tuple[str, int]:
     if me.rank == 1:
-        os.environ["RINGREDUCE_SLICES"] = "many"
+        os.environ["RINGREDUCE_ENGINE"] = "slices=many"
     kind = InvalidArgument if me.rank == 1 else PeerLost
 
     def join() -> None:
@@ -257,7 +257,7 @@ def has_a_wrong_variable(me: Rank) -> tuple[str, int]:
             pass
 
     text, culprit, _ = fails(kind, join)
-    os.environ.pop("RINGREDUCE_SLICES", None)
+    os.environ.pop("RINGREDUCE_ENGINE", None)
     with me.join(timeout=300.0):
         dist.barrier()
     return text, culprit
@@ -265,7 +265,7 @@ def has_a_wrong_variable(me: Rank) -> tuple[str, int]:
 
 def test_the_others_hear_of_a_rank_that_fails_before_it_meets_them() -> None:
     found = run(has_a_wrong_variable, SIZE)
-    assert all("RINGREDUCE_SLICES" in text and "many" in text for text, _ in found)
+    assert all("slices in RINGREDUCE_ENGINE" in text and "many" in text for text, _ in found)
     assert {culprit for rank, (_, culprit) in enumerate(found) if rank != 1} == {1}
 
 
@@ -435,7 +435,7 @@ def cannot_map(me: Rank, victim: int, room: int, options: ringreduce.Options) ->
 
 
 MAPPED = {
-    "the group's memory": (16 << 20, ringreduce.Options(channel_bytes=1 << 30)),
+    "the group's memory": (16 << 20, ringreduce.Options(engine="channel_bytes=1G")),
     "the arenas of peers": (600 << 20, ringreduce.Options()),
 }
 

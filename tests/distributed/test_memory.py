@@ -175,7 +175,7 @@ def test_freed_memory_is_kept_up_to_a_bound() -> None:
 
 
 def kept_memory(me: Rank, keep: int) -> None:
-    os.environ["RINGREDUCE_ARENA_KEEP_BYTES"] = str(keep)
+    os.environ["RINGREDUCE_ENGINE"] = f"arena_keep_bytes={keep}"
     tensors = [ringreduce.empty(size * MB // 4).fill_(1) for size in (4, 8, 2, 8)]
     assert arena_memory() == 22 * MB
     last = tensors[-1].data_ptr()

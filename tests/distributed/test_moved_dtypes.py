@@ -18,7 +18,7 @@ MOVED = sorted(
     key=str,
 )
 OPTIONS = {
-    "shared memory": ringreduce.Options(channel_bytes=64 * 1024, least_slice_bytes=64),
+    "shared memory": ringreduce.Options(engine="channel_bytes=64K,least_slice_bytes=64"),
     "gloo": ringreduce.Options(transport="gloo"),
 }
 COUNTS = (1, 7, 300)

@@ -201,7 +201,7 @@ def strings(me: Rank, path: str, options: ringreduce.Options | None) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [None, SMALL_SLOTS, ringreduce.Options(stream_bytes=65536)],
+    [None, SMALL_SLOTS, ringreduce.Options(engine="stream_bytes=65536")],
     ids=["slots", "small slots", "streamed"],
 )
 def test_elements_of_every_size(c_library: str, options: ringreduce.Options | None) -> None:
@@ -218,7 +218,7 @@ def sums(me: Rank, path: str) -> None:
 
 @pytest.mark.parametrize(
     "environment",
-    [{}, {"RINGREDUCE_FETCH": "0"}, {"RINGREDUCE_STREAM_BYTES": "65536"}],
+    [{}, {"RINGREDUCE_FETCH": "0"}, {"RINGREDUCE_ENGINE": "stream_bytes=65536"}],
     ids=["fetched", "copied", "streamed"],
 )
 @pytest.mark.parametrize("size", [2, 3])

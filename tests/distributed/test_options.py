@@ -36,7 +36,7 @@ def test_dimensions_of_a_mesh_have_options_of_their_own() -> None:
 
 def mesh(me: Rank) -> bool:
     with me.join():
-        copies = ringreduce.Options(fetch=0, channel_bytes=1 << 20)
+        copies = ringreduce.Options(fetch=0, engine="channel_bytes=1M")
         for given in ({"a": copies}, {"a": ("ringreduce", copies)}):
             override: Any = given
             of = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"), backend_override=override)

@@ -15,10 +15,10 @@ import ringreduce
 from ringreduce.errors import InvalidArgument
 
 TRANSPORTS = {
-    "slots": ringreduce.Options(fetch=0, channel_bytes=64 * 1024, least_slice_bytes=64),
-    "fetched": ringreduce.Options(channel_bytes=64 * 1024, least_fetch_bytes=64),
-    "arena": ringreduce.Options(channel_bytes=64 * 1024),
-    "gloo": ringreduce.Options(transport="gloo", least_slice_bytes=64, slices=3),
+    "slots": ringreduce.Options(fetch=0, engine="channel_bytes=64K,least_slice_bytes=64"),
+    "fetched": ringreduce.Options(engine="channel_bytes=64K,least_fetch_bytes=64"),
+    "arena": ringreduce.Options(engine="channel_bytes=64K"),
+    "gloo": ringreduce.Options(transport="gloo", engine="least_slice_bytes=64,slices=3"),
 }
 COUNTS = (1, 4, 5, 600)
 """Elements of a block; some have several slices."""

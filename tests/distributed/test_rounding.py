@@ -97,7 +97,7 @@ def check(me: Rank, collective: str, count: int, most: int) -> None:
 
 def by_plans(me: Rank, texts: Sequence[str], hosts: Sequence[int], counts: Sequence[int]) -> None:
     os.environ["RINGREDUCE_HOST_ID"] = f"host {hosts[me.rank]}"
-    with me.join(options=ringreduce.Options(channels=8, channel_bytes=64 * 1024)):
+    with me.join(options=ringreduce.Options(engine="channels=8,channel_bytes=64K")):
         for plan in map(Plan.from_json, texts):
             ringreduce.register_plan(plan)
             for count in counts:

@@ -20,7 +20,7 @@ interpreter = gpu.interpreter  # a fixture
 
 
 def over_gloo(me: Rank, text: str) -> list[bytes]:
-    options = ringreduce.Options(channels=8, transport="gloo", least_slice_bytes=64, slices=3)
+    options = ringreduce.Options(transport="gloo", engine="channels=8,least_slice_bytes=64,slices=3")
     return bits(me, "gloo", options, text, "cpu")
 
 
@@ -64,7 +64,9 @@ def test_a_plan_gives_the_same_bits_whoever_runs_it(interpreter: Any, name: str)
 def reduced_to_each_root(me: Rank, transport: str, count: int) -> list[list[bytes]]:
     """By dtype and root, what the root gets."""
     found: list[list[bytes]] = []
-    with me.join(options=ringreduce.Options(transport=transport, algorithms="reduce:direct", least_slice_bytes=64)):
+    with me.join(
+        options=ringreduce.Options(transport=transport, algorithms="reduce:direct", engine="least_slice_bytes=64")
+    ):
         for dtype in (torch.float32, torch.bfloat16):
             found.append([])
             for root in range(me.size):

@@ -20,8 +20,8 @@ from ringreduce.plan import BUILDERS, Channel, Plan, Read, Step, build
 
 RANKS = (2, 3, 4)
 GLOO = ringreduce.Options(transport="gloo")
-SMALL = ringreduce.Options(transport="gloo", least_slice_bytes=64, slices=7)
-IN_SHARED_MEMORY = ringreduce.Options(transport="shared_memory", channel_bytes=64 * 1024, least_slice_bytes=64)
+SMALL = ringreduce.Options(transport="gloo", engine="least_slice_bytes=64,slices=7")
+IN_SHARED_MEMORY = ringreduce.Options(transport="shared_memory", engine="channel_bytes=64K,least_slice_bytes=64")
 TIMEOUT = 3.0
 
 
@@ -49,7 +49,9 @@ def test_receives_from_any_rank() -> None:
     "collective, algorithm", [(c, a) for c, algorithms in BUILDERS.items() for a in algorithms if len(algorithms) > 1]
 )
 def test_algorithms(collective: str, algorithm: str, ranks: int) -> None:
-    options = ringreduce.Options(transport="gloo", algorithms=f"{collective}:{algorithm}", least_slice_bytes=64)
+    options = ringreduce.Options(
+        transport="gloo", algorithms=f"{collective}:{algorithm}", engine="least_slice_bytes=64"
+    )
     run(collectives.every_size, ranks, collective, options)
 
 
@@ -163,7 +165,7 @@ def late_rank(phase: int, partial: bool) -> Plan:
 
 
 def run_late(me: Rank, text: str) -> None:
-    with me.join(options=ringreduce.Options(transport="gloo", least_slice_bytes=64)):
+    with me.join(options=ringreduce.Options(transport="gloo", engine="least_slice_bytes=64")):
         ringreduce.register_plan(Plan.from_json(text))
         for call, count in enumerate((100, 70_001, 3_000_001)):
             collectives.all_reduce(me, count, call)

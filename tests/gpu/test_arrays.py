@@ -35,7 +35,7 @@ class Guest:
 
 def sum_guests(me: harness.Rank, async_op: bool) -> list[float]:
     stream = torch.cuda.Stream()
-    with me.join(options=ringreduce.Options(gpu_mode="steps")):
+    with me.join(options=ringreduce.Options(engine="gpu_mode=steps")):
         with torch.cuda.stream(stream):
             tensor = torch.zeros(1000, device="cuda")
             guest = Guest(tensor, stream)
@@ -80,7 +80,7 @@ class Arrays:
 
 def exchange_arrays(me: harness.Rank) -> list[list[float]]:
     arrays = Arrays()
-    with me.join(options=ringreduce.Options(gpu_mode="steps", gpu_transport="peer")):
+    with me.join(options=ringreduce.Options(gpu_transport="peer", engine="gpu_mode=steps")):
         summed = arrays.full(1000, me.rank + 1)
         ringreduce.all_reduce(summed)
         told = arrays.full(2, me.rank)
@@ -120,7 +120,7 @@ def test_read_only_arrays_are_refused() -> None:
 
 def fail_then_call(me: harness.Rank) -> str:
     stream = torch.cuda.Stream()
-    with me.join(options=ringreduce.Options(gpu_mode="steps")):
+    with me.join(options=ringreduce.Options(engine="gpu_mode=steps")):
         with pytest.raises(InvalidArgument):
             ringreduce.all_gather([Guest(torch.zeros(3, device="cuda"), stream)], "no array")  # type: ignore[arg-type]
         work = ringreduce.all_reduce(torch.zeros(3), async_op=True)

@@ -115,7 +115,7 @@ def outlives_a_rank(
     hold_contexts()
     torch_cuda.activate()
     torch.cuda.set_device(0 if mode == "steps" else me.rank)
-    with me.join(timeout=600, options=Options(gpu_mode=mode, gpu_transport="peer")):
+    with me.join(timeout=600, options=Options(gpu_transport="peer", engine=f"gpu_mode={mode}")):
         tensor, other = torch.ones(COUNT, device="cuda"), torch.zeros(8, device="cuda")
         side = torch.cuda.Stream()
         dist.all_reduce(tensor)
@@ -177,7 +177,7 @@ def test_no_rank_of_a_process_loads_anything_while_another_waits_for_it(mode: st
         RANKS,
         devices=devices,
         prepare=hold_contexts,
-        gpu_mode=mode,
+        engine=f"gpu_mode={mode}",
         gpu_transport="peer",
         timeout=10,
     )

@@ -41,7 +41,7 @@ def on_devices(me: Rank, mode: str, body: Callable[..., Any], *arguments: Any) -
     os.environ["RINGREDUCE_STAND_IN_DEVICES"] = str(RANKS)
     torch_cuda.activate()
     torch.cuda.set_device(0 if mode == "steps" else me.rank)
-    return body(me, Options(gpu_mode=mode, gpu_transport="peer"), *arguments)
+    return body(me, Options(gpu_transport="peer", engine=f"gpu_mode={mode}"), *arguments)
 
 
 def error_of(call: Callable[[], Any]) -> Error:

@@ -334,7 +334,7 @@ def test_the_first_call_of_a_group_may_be_captured(mode: str) -> None:
 
 
 def through_the_host(me: Rank, mode: str, transport: str) -> None:
-    with me.join(options=Options(gpu_mode=mode, gpu_transport=transport)):
+    with me.join(options=Options(gpu_transport=transport, engine=f"gpu_mode={mode}")):
         x = ones(me.rank)
         calls = [lambda: dist.send(x, 1) if me.rank == 0 else dist.recv(x, 0)]
         if transport == "host":

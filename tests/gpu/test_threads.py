@@ -28,8 +28,8 @@ def test_collectives(size: int, devices: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_collectives_in_one_kernel_a_call(size: int) -> None:
-    """gpu_mode="run" on one GPU: every rank's kernel waits for those of the others, so all must have room at once."""
-    run_threads(collectives, size, devices=1, gpu_transport="peer", gpu_mode="run")
+    """`gpu_mode=run` on one GPU: every rank's kernel waits for those of the others, so all must have room at once."""
+    run_threads(collectives, size, devices=1, gpu_transport="peer", engine="gpu_mode=run")
 
 
 def fills_the_gpu(me: Member) -> int:
@@ -43,7 +43,7 @@ def fills_the_gpu(me: Member) -> int:
 
 @pytest.mark.parametrize("size", [2, 8])
 def test_kernels_of_all_ranks_have_room_at_once(size: int) -> None:
-    found = run_threads(fills_the_gpu, size, devices=1, gpu_transport="peer", gpu_mode="run", gpu_blocks=1024)
+    found = run_threads(fills_the_gpu, size, devices=1, gpu_transport="peer", engine="gpu_mode=run,gpu_blocks=1024")
     assert found == [0] * size
 
 
@@ -65,7 +65,7 @@ def replays(me: Member) -> list[float]:
 
 
 def test_calls_in_one_kernel_can_be_captured() -> None:
-    found = run_threads(replays, 2, devices=1, gpu_transport="peer", gpu_mode="run")
+    found = run_threads(replays, 2, devices=1, gpu_transport="peer", engine="gpu_mode=run")
     assert found == [[20.0 * 3]] * 2
 
 

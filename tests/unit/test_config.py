@@ -13,15 +13,32 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 
 import ringreduce
-from ringreduce.config import DEFAULTS, OTHER_VARIABLES, PREFIX, Options, resolve
+from ringreduce.config import DEFAULTS, OTHER_VARIABLES, PARTS, PREFIX, EngineParts, Options, resolve
 from ringreduce.errors import InvalidArgument
 
 
 def test_origin_and_precedence() -> None:
-    options, origins = resolve(Options(channels=2), {"RINGREDUCE_CHANNELS": "3", "RINGREDUCE_CHANNEL_BYTES": "1M"})
-    assert (options.channels, origins["channels"]) == (2, "option")
-    assert (options.channel_bytes, origins["channel_bytes"]) == (1024**2, "RINGREDUCE_CHANNEL_BYTES")
-    assert (options.slices, origins["slices"]) == (DEFAULTS["slices"], "default")
+    options, origins = resolve(Options(connections=2), {"RINGREDUCE_CONNECTIONS": "3", "RINGREDUCE_ARENA_BYTES": "1M"})
+    assert (options.connections, origins["connections"]) == (2, "option")
+    assert (options.arena_bytes, origins["arena_bytes"]) == (1024**2, "RINGREDUCE_ARENA_BYTES")
+    assert (options.fetch, origins["fetch"]) == (DEFAULTS["fetch"], "default")
+
+
+def test_engine_has_parts() -> None:
+    parts = resolve(None, {"RINGREDUCE_ENGINE": " slices=2 , channel_bytes=64K,gpu_mode=run"})[0].parts
+    assert (parts.slices, parts.channel_bytes, parts.gpu_mode) == (2, 64 * 1024, "run")
+    assert str(parts) == "channel_bytes=65536,slices=2,gpu_mode=run" and parts == Options(engine=str(parts)).parts
+    assert Options().parts == EngineParts()
+
+
+def test_what_has_become_a_part_of_engine_says_so() -> None:
+    for part in PARTS:
+        with pytest.raises(
+            InvalidArgument, match=f"^RINGREDUCE_{part.upper()} is a part of .*RINGREDUCE_ENGINE.*'{part}="
+        ):
+            resolve(None, {f"RINGREDUCE_{part.upper()}": "1"})
+        with pytest.raises(InvalidArgument, match=f"^{part} is a part of engine; .*engine=.*'{part}="):
+            Options(**{part: 1})
 
 
 def test_default_memory_is_at_most_16_mb_per_rank() -> None:
@@ -35,9 +52,20 @@ def test_default_memory_is_at_most_16_mb_per_rank() -> None:
 @pytest.mark.parametrize(
     ("environ", "named"),
     [
-        ({"RINGREDUCE_CHANNELS": "many"}, "RINGREDUCE_CHANNELS is 'many'; it must be a whole number from 1 to 64"),
-        ({"RINGREDUCE_CHANNELS": "0"}, "RINGREDUCE_CHANNELS is 0"),
-        ({"RINGREDUCE_CHANNEL_BYTES": "1"}, "RINGREDUCE_CHANNEL_BYTES is 1"),
+        (
+            {"RINGREDUCE_CONNECTIONS": "many"},
+            "RINGREDUCE_CONNECTIONS is 'many'; it must be a whole number from 1 to 64",
+        ),
+        ({"RINGREDUCE_CONNECTIONS": "0"}, "RINGREDUCE_CONNECTIONS is 0"),
+        ({"RINGREDUCE_ARENA_BYTES": "much"}, "RINGREDUCE_ARENA_BYTES is 'much'"),
+        (
+            {"RINGREDUCE_ENGINE": "slices=many"},
+            "slices in RINGREDUCE_ENGINE is 'many'; it must be a whole number from 1",
+        ),
+        (
+            {"RINGREDUCE_ENGINE": "slice=2"},
+            "RINGREDUCE_ENGINE has 'slice=2'; it must be NAME=VALUE, NAME one of channels",
+        ),
         ({"RINGREDUCE_ALGORITHMS": "all_reduce:star"}, "star"),
     ],
 )
@@ -50,8 +78,10 @@ def test_a_bad_variable_is_named(environ: dict[str, str], named: str) -> None:
     ("given", "named"),
     [
         ({"algorithms": 7}, "algorithms is 7"),
-        ({"channels": True}, "channels is True"),
-        ({"channels": "x"}, "channels is 'x'; it must be a whole number from 1 to 64"),
+        ({"connections": True}, "connections is True"),
+        ({"connections": "x"}, "connections is 'x'; it must be a whole number from 1 to 64"),
+        ({"engine": 3}, "engine is 3; it must be text"),
+        ({"engine": "channels=65"}, "channels in engine is 65; it must be a whole number from 1 to 64"),
         ({"transport": "ipc"}, "transport is 'ipc'"),
         ({"tuning": ""}, "tuning is ''"),
     ],
@@ -69,7 +99,7 @@ def test_switches_may_be_true_or_false() -> None:
 
 def test_what_are_no_options_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="dict"):
-        resolve({"channels": 2}, {})
+        resolve({"fetch": 1}, {})
 
 
 def test_options_of_another_backend_are_left_to_it(caplog: pytest.LogCaptureFixture) -> None:
@@ -80,12 +110,12 @@ def test_options_of_another_backend_are_left_to_it(caplog: pytest.LogCaptureFixt
 
 
 def test_options_are_torchs_too_and_can_be_copied() -> None:
-    options = Options(channels=2)
+    options = Options(engine="channels=2")
     assert isinstance(options, Backend.Options) and options._timeout == timedelta(minutes=30)
     for copied in (copy.deepcopy(options), pickle.loads(pickle.dumps(options)), replace(options)):
         assert copied == options and copied._timeout == options._timeout
-    assert replace(options, channels=3) != options and "channels=2" in repr(options)
-    assert hash(options) == hash(Options(channels=2))
+    assert replace(options, fetch=1) != options and "channels=2" in repr(options)
+    assert hash(options) == hash(Options(engine="channels=2"))
 
 
 def test_an_empty_variable_counts_as_unset() -> None:

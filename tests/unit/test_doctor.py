@@ -245,7 +245,7 @@ def test_a_compiler_that_is_none(text, monkeypatch):
 
 
 def test_a_system_that_tells_nothing(tmp_path, monkeypatch):
-    monkeypatch.setenv("RINGREDUCE_SLICES", "many")
+    monkeypatch.setenv("RINGREDUCE_ENGINE", "slices=many")
     monkeypatch.setenv("CXX", "")
     monkeypatch.setenv("PATH", "")
     facts = look(tmp_path, tmp_path)

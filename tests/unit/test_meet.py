@@ -546,7 +546,7 @@ def test_a_rank_that_fails_before_it_meets_the_others(fails: int) -> None:
     def one(rank: int) -> Meeting:
         exchange = Exchange(store, rank, 3, 300.0)
         if rank == fails:
-            error = InvalidArgument("RINGREDUCE_SLICES='many' is no number")
+            error = InvalidArgument("slices in RINGREDUCE_ENGINE is 'many'")
             exchange.give_up(error)
             raise error
         return meet(exchange, lambda _: PAGE, {}, lambda *_: "", location=Location())
@@ -554,7 +554,7 @@ def test_a_rank_that_fails_before_it_meets_the_others(fails: int) -> None:
     errors = both(*(lambda rank=rank: one(rank) for rank in range(3)))  # type: ignore[misc]
     for rank, error in enumerate(errors):
         assert isinstance(error, InvalidArgument if rank == fails else PeerLost)
-        assert "RINGREDUCE_SLICES='many' is no number" in str(error) and (rank == fails or error.culprit == fails)
+        assert "slices in RINGREDUCE_ENGINE is 'many'" in str(error) and (rank == fails or error.culprit == fails)
     meetings = both(*(lambda rank=rank: attempt(store, rank, 3) for rank in range(3)))  # type: ignore[misc]
     assert all(isinstance(meeting, Meeting) for meeting in meetings), meetings
     close(meetings)
