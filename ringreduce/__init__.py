@@ -5,7 +5,8 @@
     dist.all_reduce(tensor)              # or ringreduce.all_reduce(tensor), also for NumPy arrays
 
 Names are loaded at first use, since torch imports this package inside `import torch` to register the backend, and since
-planning needs no torch. What fails here fails `import torch`, so nothing but this file and `_autoload.py` is needed.
+planning needs no torch. What fails here fails `import torch`, so nothing is needed but this file,
+`_autoload.py` and `common/names.py`.
 """
 
 from __future__ import annotations

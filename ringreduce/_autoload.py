@@ -1,7 +1,7 @@
 """Makes the backend known to torch.distributed, from the `torch.backends` entry point or from `import ringreduce`.
 
 torch runs `register` inside every `import torch`, where an exception would break torch itself. So this module imports
-nothing heavy, and what goes wrong is logged.
+nothing heavy, other modules by their names when they are needed, and what goes wrong is logged.
 """
 
 from __future__ import annotations
@@ -10,17 +10,15 @@ import importlib.metadata
 import logging
 import os
 import sys
+from importlib import import_module
 from typing import Any
 
-NAME = "ringreduce"
-AS_GLOO = "RINGREDUCE_AS_GLOO"
+from ringreduce.common.names import AS_GLOO, NAME
 
 
 def create(dist_backend_opts: Any, pg_options: Any) -> Any:
     """Called by torch for each new group; the extension is loaded at the first."""
-    from ringreduce.groups.make import create
-
-    return create(dist_backend_opts, pg_options)
+    return import_module("ringreduce.groups.make").create(dist_backend_opts, pg_options)
 
 
 def register() -> None:
@@ -50,9 +48,7 @@ def _as_gloo(value: str) -> None:
     try:
         if value != "1":
             raise ValueError(f"it is {value!r}; it must be 0 or 1")
-        from ringreduce.groups.as_gloo import as_gloo
-
-        as_gloo()
+        import_module("ringreduce.groups.as_gloo").as_gloo()
     except Exception as error:
         logging.getLogger(__name__).warning("%s has no effect, groups of gloo stay with Gloo: %s", AS_GLOO, error)
 

@@ -16,7 +16,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import ProcessGroup
 from torch.distributed import Backend
 
-from ringreduce._autoload import NAME, create
+from ringreduce.common.names import NAME
 from ringreduce.errors import CollectiveTimeout, InvalidArgument
 
 GLOO, CUSTOM = "gloo", ProcessGroup.BackendType.CUSTOM
@@ -73,6 +73,8 @@ def _creator(gloo: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def creator(opts: Any, options: Any) -> Any:
         if getattr(opts, "enable_reconfigure", False):  # only Gloo can
             return gloo(opts, options)
+        from ringreduce.groups.make import create  # loads the extension
+
         with _hint():
             made = create(opts, options)
         made.show_as_gloo()

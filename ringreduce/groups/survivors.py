@@ -24,8 +24,8 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ringreduce._autoload import NAME
 from ringreduce._C import ProcessGroupRing
+from ringreduce.common.names import NAME
 from ringreduce.common.ranks import call_ranks
 from ringreduce.common.units import duration
 from ringreduce.coordination.ledger import Ledger

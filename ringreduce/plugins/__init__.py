@@ -7,7 +7,7 @@ what the plugins change.
 
 from __future__ import annotations
 
-from ringreduce._autoload import NAME
+from ringreduce.common.names import NAME
 
 
 def register_vllm() -> None:

@@ -60,9 +60,9 @@ def test_the_stub_has_the_same_names() -> None:
 
 def test_torch_can_be_imported_where_most_of_the_package_is_missing(tmp_path: Path) -> None:
     """As where a packager has left out the stubs, or what it saw no import of."""
-    (tmp_path / "ringreduce").mkdir()
-    for name in ("__init__.py", "_autoload.py"):
-        shutil.copy(Path(ringreduce.__file__).with_name(name), tmp_path / "ringreduce")
+    (tmp_path / "ringreduce" / "common").mkdir(parents=True)
+    for name in ("__init__.py", "_autoload.py", "common/__init__.py", "common/names.py"):
+        shutil.copy(Path(ringreduce.__file__).parent / name, tmp_path / "ringreduce" / name)
     code = f"""
 import sys
 sys.path.insert(0, {str(tmp_path)!r})
