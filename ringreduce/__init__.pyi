@@ -1,6 +1,14 @@
-"""The names of the package for type checkers; `_NAMES_OF` in `__init__.py` has the same."""
+"""The names of the package for type checkers; `_NAMES_OF` in `__init__.py` has the same.
+
+The calls of `api` that may be asynchronous are here, since what they return depends on `async_op`.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Literal, overload
 
 from torch.distributed import (
+    Work,
     all_gather_object as all_gather_object,
     batch_isend_irecv as batch_isend_irecv,
     broadcast_object_list as broadcast_object_list,
@@ -20,27 +28,16 @@ from ringreduce import (
 )
 from ringreduce._C import Feedback as Feedback
 from ringreduce.api import (
+    Array,
+    Group,
     P2POp as P2POp,
-    all_gather as all_gather,
-    all_gather_into_tensor as all_gather_into_tensor,
-    all_gather_single as all_gather_single,
-    all_reduce as all_reduce,
-    all_reduce_coalesced as all_reduce_coalesced,
-    all_to_all as all_to_all,
-    all_to_all_single as all_to_all_single,
-    barrier as barrier,
-    broadcast as broadcast,
-    gather as gather,
+    Rank,
+    ReduceOp,
     irecv as irecv,
     isend as isend,
     monitored_barrier as monitored_barrier,
     recv as recv,
-    reduce as reduce,
-    reduce_scatter as reduce_scatter,
-    reduce_scatter_single as reduce_scatter_single,
-    reduce_scatter_tensor as reduce_scatter_tensor,
     register_plan as register_plan,
-    scatter as scatter,
     send as send,
     use_nccl as use_nccl,
 )
@@ -61,3 +58,179 @@ from ringreduce.topology import topology as topology
 
 __version__: str
 __all__: list[str]
+
+@overload
+def all_reduce(
+    tensor: Array,
+    op: ReduceOp = ...,
+    group: Group = ...,
+    *,
+    async_op: Literal[True],
+    out: Array | None = ...,
+    wire_dtype: str | None = ...,
+    feedback: Feedback | None = ...,
+) -> Work: ...
+@overload
+def all_reduce(
+    tensor: Array,
+    op: ReduceOp = ...,
+    group: Group = ...,
+    async_op: bool = ...,
+    out: Array | None = ...,
+    wire_dtype: str | None = ...,
+    feedback: Feedback | None = ...,
+) -> Work | None: ...
+@overload
+def all_reduce_coalesced(
+    tensors: Sequence[Array], op: ReduceOp = ..., group: Group = ..., *, async_op: Literal[True]
+) -> Work: ...
+@overload
+def all_reduce_coalesced(
+    tensors: Sequence[Array], op: ReduceOp = ..., group: Group = ..., async_op: bool = ...
+) -> Work | None: ...
+@overload
+def broadcast(
+    tensor: Array, src: Rank = ..., group: Group = ..., *, async_op: Literal[True], group_src: Rank = ...
+) -> Work: ...
+@overload
+def broadcast(
+    tensor: Array, src: Rank = ..., group: Group = ..., async_op: bool = ..., group_src: Rank = ...
+) -> Work | None: ...
+@overload
+def reduce(
+    tensor: Array,
+    dst: Rank = ...,
+    op: ReduceOp = ...,
+    group: Group = ...,
+    *,
+    async_op: Literal[True],
+    group_dst: Rank = ...,
+    out: Array | None = ...,
+) -> Work: ...
+@overload
+def reduce(
+    tensor: Array,
+    dst: Rank = ...,
+    op: ReduceOp = ...,
+    group: Group = ...,
+    async_op: bool = ...,
+    group_dst: Rank = ...,
+    out: Array | None = ...,
+) -> Work | None: ...
+@overload
+def all_gather(tensor_list: Sequence[Array], tensor: Array, group: Group = ..., *, async_op: Literal[True]) -> Work: ...
+@overload
+def all_gather(
+    tensor_list: Sequence[Array], tensor: Array, group: Group = ..., async_op: bool = ...
+) -> Work | None: ...
+@overload
+def all_gather_single(
+    output_tensor: Array, input_tensor: Array, group: Group = ..., *, async_op: Literal[True]
+) -> Work: ...
+@overload
+def all_gather_single(
+    output_tensor: Array, input_tensor: Array, group: Group = ..., async_op: bool = ...
+) -> Work | None: ...
+@overload
+def reduce_scatter(
+    output: Array, input_list: Sequence[Array], op: ReduceOp = ..., group: Group = ..., *, async_op: Literal[True]
+) -> Work: ...
+@overload
+def reduce_scatter(
+    output: Array, input_list: Sequence[Array], op: ReduceOp = ..., group: Group = ..., async_op: bool = ...
+) -> Work | None: ...
+@overload
+def reduce_scatter_single(
+    output: Array, input: Array, op: ReduceOp = ..., group: Group = ..., *, async_op: Literal[True]
+) -> Work: ...
+@overload
+def reduce_scatter_single(
+    output: Array, input: Array, op: ReduceOp = ..., group: Group = ..., async_op: bool = ...
+) -> Work | None: ...
+@overload
+def gather(
+    tensor: Array,
+    gather_list: Sequence[Array] | None = ...,
+    dst: Rank = ...,
+    group: Group = ...,
+    *,
+    async_op: Literal[True],
+    group_dst: Rank = ...,
+) -> Work: ...
+@overload
+def gather(
+    tensor: Array,
+    gather_list: Sequence[Array] | None = ...,
+    dst: Rank = ...,
+    group: Group = ...,
+    async_op: bool = ...,
+    group_dst: Rank = ...,
+) -> Work | None: ...
+@overload
+def scatter(
+    tensor: Array,
+    scatter_list: Sequence[Array] | None = ...,
+    src: Rank = ...,
+    group: Group = ...,
+    *,
+    async_op: Literal[True],
+    group_src: Rank = ...,
+) -> Work: ...
+@overload
+def scatter(
+    tensor: Array,
+    scatter_list: Sequence[Array] | None = ...,
+    src: Rank = ...,
+    group: Group = ...,
+    async_op: bool = ...,
+    group_src: Rank = ...,
+) -> Work | None: ...
+@overload
+def all_to_all(
+    output_tensor_list: Sequence[Array],
+    input_tensor_list: Sequence[Array],
+    group: Group = ...,
+    *,
+    async_op: Literal[True],
+) -> Work: ...
+@overload
+def all_to_all(
+    output_tensor_list: Sequence[Array], input_tensor_list: Sequence[Array], group: Group = ..., async_op: bool = ...
+) -> Work | None: ...
+@overload
+def all_to_all_single(
+    output: Array,
+    input: Array,
+    output_split_sizes: Sequence[int] | None = ...,
+    input_split_sizes: Sequence[int] | None = ...,
+    group: Group = ...,
+    *,
+    async_op: Literal[True],
+) -> Work: ...
+@overload
+def all_to_all_single(
+    output: Array,
+    input: Array,
+    output_split_sizes: Sequence[int] | None = ...,
+    input_split_sizes: Sequence[int] | None = ...,
+    group: Group = ...,
+    async_op: bool = ...,
+) -> Work | None: ...
+@overload
+def barrier(
+    group: Group = ...,
+    *,
+    async_op: Literal[True],
+    device_ids: Sequence[int] | None = ...,
+    timeout: timedelta | float | None = ...,
+) -> Work: ...
+@overload
+def barrier(
+    group: Group = ...,
+    async_op: bool = ...,
+    device_ids: Sequence[int] | None = ...,
+    timeout: timedelta | float | None = ...,
+) -> Work | None: ...
+
+all_gather_into_tensor = all_gather_single
+reduce_scatter_tensor = reduce_scatter_single

@@ -54,8 +54,47 @@ assert "elastic" not in ringreduce.__all__
 def test_the_stub_has_the_same_names() -> None:
     stub = ast.parse(Path(ringreduce.__file__).with_suffix(".pyi").read_text())
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
-    listed = {str(node.module): sorted(each.name for each in node.names) for node in imports}
-    assert listed == {module: sorted(names.split()) for module, names in ringreduce._NAMES_OF.items()}
+    listed = {str(node.module): {each.name for each in node.names if each.asname} for node in imports}
+    listed["ringreduce.api"] |= {node.name for node in stub.body if isinstance(node, ast.FunctionDef)}
+    listed["ringreduce.api"] |= {
+        ast.unparse(each) for node in stub.body if isinstance(node, ast.Assign) for each in node.targets
+    }
+    listed = {module: names for module, names in listed.items() if names}
+    assert listed == {module: set(names.split()) for module, names in ringreduce._NAMES_OF.items()}
+
+
+def test_overloads_have_the_parameters_of_the_calls() -> None:
+    stub = ast.parse(Path(ringreduce.__file__).with_suffix(".pyi").read_text())
+    calls = [node for node in stub.body if isinstance(node, ast.FunctionDef)]
+    assert len(calls) == 2 * 13
+    for call in calls:
+        ours = {
+            name: each.annotation for name, each in inspect.signature(getattr(ringreduce, call.name)).parameters.items()
+        }
+        given = {each.arg: ast.unparse(each.annotation or call) for each in (*call.args.args, *call.args.kwonlyargs)}
+        assert {**given, "async_op": "bool"} == {name: text.replace("_C.", "") for name, text in ours.items()}, (
+            call.name
+        )
+
+
+@pytest.mark.slow
+def test_what_a_call_returns_depends_on_async_op(tmp_path: Path) -> None:
+    program = tmp_path / "typed.py"
+    program.write_text("""import ringreduce, torch
+
+x = torch.ones(3)
+ringreduce.all_reduce(x, async_op=True).wait()
+ringreduce.all_gather_into_tensor(x, x, async_op=True).wait()
+ringreduce.barrier(async_op=True).wait()
+ringreduce.all_reduce(x)
+ringreduce.all_reduce(x).wait()
+ringreduce.all_reduce(x, operator="sum", async_op=True)
+""")
+    mypy = [sys.executable, "-m", "mypy", str(program)]  # with the configuration and the cache of `make lint`
+    root = Path(ringreduce.__file__).parents[1]
+    done = subprocess.run(mypy, check=False, cwd=root, capture_output=True, text=True, timeout=170)
+    errors = [line for line in done.stdout.splitlines() if "typed.py" in line and "error" in line]
+    assert [int(line.split(":")[1]) for line in errors] == [8, 9, 9], done.stdout
 
 
 def test_torch_can_be_imported_where_most_of_the_package_is_missing(tmp_path: Path) -> None:
