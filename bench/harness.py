@@ -11,6 +11,7 @@ import gc
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import pickle
 import platform
@@ -20,6 +21,8 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -36,6 +39,7 @@ Mark = TypeVar("Mark")
 Found = TypeVar("Found")
 Call = Callable[[], object]
 
+ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT = timedelta(seconds=120)  # of every group; a rank that waits longer is stuck, as no collective here takes 5 s
 
 DTYPES: dict[str, torch.dtype] = {
@@ -88,6 +92,20 @@ def become_rank(measure: Callable[..., Found], *args: object, **meeting: Any) ->
         return measure(*args)
     finally:
         dist.destroy_process_group()
+
+
+def forked(body: Callable[..., object], *args: object) -> tuple[ForkProcess, Connection]:
+    """A new process that runs `body(*args, pipe)`, and this process's end of that pipe."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=body, args=(*args, theirs))
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+class CannotRun(Exception):
+    """The request makes no sense here: which argument, and what would do."""
 
 
 @dataclass(frozen=True)
@@ -226,10 +244,15 @@ def _recorded_event() -> torch.cuda.Event:
 def seconds(call: Call, repeat: int) -> float:
     """Mean of `repeat` calls on the slowest rank; all begin together."""
     dist.barrier()
+    return float(_slowest(torch.tensor(own_seconds(call, repeat), dtype=torch.float64)))
+
+
+def own_seconds(call: Call, repeat: int) -> float:
+    """Mean of `repeat` calls in this process."""
     start = time.perf_counter()
     for _ in range(repeat):
         call()
-    return float(_slowest(torch.tensor((time.perf_counter() - start) / repeat, dtype=torch.float64)))
+    return (time.perf_counter() - start) / repeat
 
 
 def _slowest(values: Tensor) -> Tensor:
@@ -286,6 +309,36 @@ def save(path: Path, report: Mapping[str, Any]) -> None:
     path.write_text("{\n" + lines((f'"{key}": {value}' for key, value in text.items()), " ") + "\n}\n")
 
 
+def report(benchmark: str, rows: Iterable[Mapping[str, Any]], path: Path | None = None) -> int:
+    """Prints an `origin` and a table of the rows, and each row on stderr as soon as it is there; saves them in `path`.
+
+    The columns are the rows' keys. Lists are left out of the table. Returns 1 if a row has "wrong" results, else 0.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    header, found = origin(benchmark), []
+    print(*format_origin(header), sep="\n", flush=True)
+    for row in rows:
+        found.append(row)
+        print(", ".join(f"{key} {cell}" for key, cell in _cells(row).items()), file=sys.stderr, flush=True)
+    columns = {key: None for row in found for key in _cells(row)}
+    table = Table()
+    for column in columns:
+        table.add_column(column, justify="right")
+    for row in found:
+        table.add_row(*(_cells(row).get(column, "") for column in columns))
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    if path:
+        save(path, {"header": header, "rows": found})
+    return int(any(row.get("wrong") for row in found))
+
+
+def _cells(row: Mapping[str, Any]) -> dict[str, str]:
+    cells = {key: each for key, each in row.items() if not isinstance(each, list)}
+    return {key: f"{each:.4g}" if isinstance(each, float) else str(each) for key, each in cells.items()}
+
+
 def origin(benchmark: str) -> dict[str, Any]:
     """What every report's header begins with: what was run, when, how, and on what."""
     return {
@@ -311,7 +364,7 @@ def format_origin(header: Mapping[str, Any]) -> list[str]:
 def command() -> str:
     """The command line that started this run, to be pasted again."""
     module = sys.modules["__main__"].__spec__  # of `python -m`
-    script = shlex.join(["-m", module.name, *sys.argv[1:]] if module else sys.argv)
+    script = shlex.join(["-m", module.name.removesuffix(".__main__"), *sys.argv[1:]] if module else sys.argv)
     if "LOCAL_WORLD_SIZE" not in os.environ:
         return f"python {script}"
     hosts, ranks = os.environ.get("GROUP_WORLD_SIZE", "1"), os.environ["LOCAL_WORLD_SIZE"]

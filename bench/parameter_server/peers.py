@@ -1,4 +1,4 @@
-"""What parameter_server.py measures beside ours: a synchronous step by libraries that one would build a store with.
+"""What `steps` measures beside ours: a synchronous step by libraries that one would build a store with.
 
 Each peer is a context manager of all ranks that gives `step(gradient, w)`: every rank's gradients are added in the
 order of ranks, an optimizer makes a step where the parameters live, and every rank gets the result in `w`. Where a
@@ -95,9 +95,13 @@ class Part:
             torch.add(gradients[0], gradients[1], out=self.sum)
         for other in gradients[2:]:
             self.sum += other
+        self.update()
+        return self.w
+
+    def update(self) -> None:
+        """By the gradients' sum."""
         self.parameter.grad = self.sum
         self.optimizer.step()
-        return self.w
 
 
 class Round:
@@ -241,17 +245,24 @@ def rpc(count: int, optimizer: str) -> Iterator[Step]:
 
 
 @contextlib.contextmanager
+def redis_server(folder: str) -> Iterator[str]:
+    """Started; the path of its socket."""
+    path = f"{folder}/redis"
+    command = ["redis-server", "--port", "0", "--unixsocket", path, "--save", "", "--appendonly", "no"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
+        try:
+            while not Path(path).exists():
+                time.sleep(0.01)
+            yield path
+        finally:
+            server.terminate()
+
+
+@contextlib.contextmanager
 def redis(count: int, optimizer: str) -> Iterator[Step]:
     library, rank, workers = _import("redis", "redis"), dist.get_rank(), dist.get_world_size()
     with _folder() as folder, contextlib.ExitStack() as undo:
-        path = f"{folder}/redis"
-        if rank == 0:
-            command = ["redis-server", "--port", "0", "--unixsocket", path, "--save", "", "--appendonly", "no"]
-            server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-            undo.callback(server.wait)
-            undo.callback(server.terminate)
-            while not Path(path).exists():
-                time.sleep(0.01)
+        path = undo.enter_context(redis_server(folder)) if rank == 0 else f"{folder}/redis"
         dist.barrier()
         client, part = library.Redis(unix_socket_path=path), Part(count, optimizer)
 
@@ -287,7 +298,7 @@ def _actor_of(library: Any) -> Any:
     class Server:
         def __init__(self, path: list[str], count: int, workers: int, optimizer: str) -> None:
             sys.path[:0] = path
-            import parameter_server_peers as peers
+            from bench.parameter_server import peers
 
             torch.set_num_threads(1)
             self.part, self.workers = peers.Part(count, optimizer), workers

@@ -1,50 +1,27 @@
-"""Rows of a table by Zipf-distributed ids: ps.Embedding, torch's own operations on one tensor in one process, Redis.
+"""Rows of the parameter server's tables, next to torch and Redis."""
 
-    python bench/parameter_server_rows.py                            1 worker, which is the server; rows of 16 and 64
-    python bench/parameter_server_rows.py --workers 2 --rows 10M --json results.json
-    python bench/parameter_server_rows.py --workers 2 --rows 100M --dims 16 --apart    each server has 6 GB
+from __future__ import annotations
 
-Millions of rows per second, all workers together, medians of laps in turn; ids of a batch repeat as Zipf's law has it.
-
-    pull, push        Embedding.pull(ids); Embedding.push(ids, gradients).wait(), which adds
-    index_select, index_add_   torch on a tensor with all rows, one thread
-    MGET, MSET        Redis through a Unix socket, one command a batch; reading the replies costs the client no parsing.
-                      A push to Redis would be an MGET and an MSET. Needs redis-server on PATH; else it is left out
-
---apart: torch's tensor and our table are not there at once. torch is measured before our laps and after them, and
-Redis, which needs more memory for each row, not at all.
-
-Exit code: 0, or 1 if pushed rows are not the sums.
-"""
-
-import argparse
 import contextlib
 import shutil
 import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from typing import Any
 
-import harness
 import numpy as np
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 
 import ringreduce.parameter_server as ps
+from bench import harness
+from bench.parameter_server import peers
 
 LAPS = 5
 PRIME = 2_654_435_761  # whose products with 0, 1, 2, ... are all rows, once, in a scattered order
 Way = Callable[[torch.Tensor, torch.Tensor], object]
-
-
-def count_of(text: str) -> int:
-    return int(float(text.rstrip("KM")) * {"K": 1_000, "M": 1_000_000}.get(text[-1], 1))
 
 
 def zipf(rows: int, count: int, exponent: float, seed: int) -> torch.Tensor:
@@ -57,14 +34,9 @@ def zipf(rows: int, count: int, exponent: float, seed: int) -> torch.Tensor:
 
 
 class Redis:
-    """A server of its own, and a client that knows how long every reply is."""
+    """A client that knows how long every reply is."""
 
-    def __init__(self, folder: str, dim: int) -> None:
-        path = f"{folder}/redis"
-        command = ["redis-server", "--port", "0", "--unixsocket", path, "--save", "", "--appendonly", "no"]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        while not Path(path).exists():
-            time.sleep(0.01)
+    def __init__(self, path: str, dim: int) -> None:
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.connect(path)
         self.bytes = 4 * dim
@@ -96,19 +68,16 @@ class Redis:
 
 @contextlib.contextmanager
 def redis(dim: int, rows: int, batch: int) -> Iterator[Redis | None]:
+    """With all rows, in the first worker, if there is one."""
     if dist.get_rank() != 0 or shutil.which("redis-server") is None:
         yield None
         return
-    with tempfile.TemporaryDirectory() as folder:
-        server = Redis(folder, dim)
-        try:
-            for begin in range(0, rows, batch):
-                ids = torch.arange(begin, min(rows, begin + batch))
-                server.mset(ids, torch.zeros(len(ids), dim))
-            yield server
-        finally:
-            server.process.terminate()
-            server.process.wait()
+    with tempfile.TemporaryDirectory() as folder, peers.redis_server(folder) as path:
+        client = Redis(path, dim)
+        for begin in range(0, rows, batch):
+            ids = torch.arange(begin, min(rows, begin + batch))
+            client.mset(ids, torch.zeros(len(ids), dim))
+        yield client
 
 
 def rate(way: Way | None, batches: list[tuple[torch.Tensor, torch.Tensor]], everybody: bool) -> float:
@@ -211,35 +180,31 @@ def check(added: ps.Embedding, ids: torch.Tensor, rows: int) -> None:
         raise ValueError("pushed rows are not the sums")
 
 
-def main() -> int:
-    summary, details = (__doc__ or "").split("\n\n", 1)
-    parser = argparse.ArgumentParser(description=summary, epilog=details, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--rows", type=count_of, default=1_000_000)
-    parser.add_argument("--dims", nargs="+", type=int, default=[16, 64])
-    parser.add_argument("--batch", type=int, default=16384, help="ids of a call (default 16384)")
-    parser.add_argument("--batches", type=int, default=30, help="of a lap (default 30)")
-    parser.add_argument("--exponent", type=float, default=1.0, help="of Zipf's law (default 1)")
-    parser.add_argument("--apart", action="store_true", help="torch by itself, and no Redis")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    shape = (args.rows, args.dims, args.batch, args.batches, args.exponent)
-    found = harness.start_ranks(args.workers, measure, *shape, args.apart)
-    title = f"{args.workers} workers, {args.rows} rows, batches of {args.batch}: millions of rows a second"
-    table = Table(title=title)
-    names = list(found[0])
-    pairs = [("pull", "index_select"), ("push", "index_add_"), ("pull", "MGET"), ("push", "MSET")]
-    pairs = [pair for pair in pairs if pair[1] in names]
-    for column in (*names, *(f"{ours}/{theirs}" for ours, theirs in pairs)):
-        table.add_column(column, justify="right")
-    for row in found:
-        ratios = [row[ours] / row[theirs] for ours, theirs in pairs]
-        table.add_row(*(f"{row[name]:.3g}" for name in names), *(f"{ratio:.2f}" for ratio in ratios))
-    Console(width=140).print(table)
-    if args.json:
-        harness.save(args.json, {"workers": args.workers, "rows": found})
-    return 0
+def rows(
+    workers: int = 1,
+    rows: str = "1M",
+    dims: tuple[int, ...] = (16, 64),
+    batch: int = 16384,
+    batches: int = 30,
+    exponent: float = 1.0,
+    apart: bool = False,
+) -> Iterator[dict[str, Any]]:
+    """Rows of a table by Zipf-distributed ids: ps.Embedding, torch on one tensor in one process, Redis.
 
+    Millions of rows per second, all workers together, medians of laps in turn. A lap has so many batches of so many
+    ids, which repeat as Zipf's law of that exponent has it. The table has 1M (a million) rows of 16 and of 64 numbers.
 
-if __name__ == "__main__":
-    sys.exit(main())
+        pull, push                  Embedding.pull(ids); Embedding.push(ids, gradients).wait(), which adds
+        index_select, index_add_    torch on a tensor with all rows, one thread
+        MGET, MSET                  Redis through a Unix socket, one command a batch; reading the replies costs the
+                                    client no parsing. A push to Redis would be an MGET and an MSET. Needs redis-server
+                                    on PATH; else it is left out
+
+    --apart: torch's tensor and our table are not there at once. torch is measured before our laps and after them, and
+    Redis, which needs more memory for each row, not at all. It fails if pushed rows are not the sums.
+    """
+    count = int(float(rows.rstrip("KM")) * {"K": 1_000, "M": 1_000_000}.get(rows[-1], 1))
+    for row in harness.start_ranks(workers, measure, count, list(dims), batch, batches, exponent, apart):
+        pairs = [("pull", "index_select"), ("push", "index_add_"), ("pull", "MGET"), ("push", "MSET")]
+        ratios = {f"{ours}/{theirs}": row[ours] / row[theirs] for ours, theirs in pairs if theirs in row}
+        yield {"workers": workers, "rows": count, **row, **ratios}
