@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
-import multiprocessing
 import os
 import statistics
 import sys
@@ -27,11 +25,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
 import psutil
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch.utils.data import DataLoader
 
 from ringreduce.data import Loader, Order, Sampler
@@ -127,14 +124,9 @@ def read(case: Case, name: str, pipe: Connection) -> None:
 
 
 def row_of(case: Case, rounds: int, seconds: float) -> dict[str, Any]:
-    context = multiprocessing.get_context("fork")
-    pipes, name = [], f"bench {os.getpid()} {time.monotonic_ns()}"
+    name = f"bench {os.getpid()} {time.monotonic_ns()}"
     spins_for(case.work)  # once: readers are forked, and so spin alike
-    for _ in range(case.readers):
-        ours, theirs = context.Pipe()
-        context.Process(target=read, args=(case, name, theirs)).start()
-        theirs.close()
-        pipes.append(ours)
+    pipes = [harness.forked(read, case, name)[1] for _ in range(case.readers)]
 
     def all_do(message: Any) -> list[Any]:
         for pipe in pipes:
@@ -158,10 +150,11 @@ def row_of(case: Case, rounds: int, seconds: float) -> dict[str, Any]:
     return {
         **asdict(case),
         **{f"{kind} samples/s": statistics.median(each) for kind, each in rates.items()},
-        **{f"{kind} memory": sum(each[kind] for each in memory) for kind in KINDS},
-        **{f"{kind} CPU seconds a sample": cpu[kind] for kind in KINDS},
+        **{f"{kind} memory, MB": sum(each[kind] for each in memory) / 1e6 for kind in KINDS},
+        **{f"{kind} CPU us a sample": 1e6 * cpu[kind] for kind in KINDS},
         "CPU ratio": cpu["DataLoader"] / cpu["Loader"],
         "ratio": statistics.median(ratios),
+        "quartiles": "{0:.2f} {2:.2f}".format(*statistics.quantiles(ratios, n=4)),
         "ratios": ratios,
     }
 
@@ -173,28 +166,8 @@ def main() -> int:
     parser.add_argument("--case", type=int, choices=range(len(CASES)), nargs="+", help="only these (default: all)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
-    table = Table("bytes", "batch", "work", "readers", "DataLoader/s", "Loader/s", "memory", "CPU", "ratio", "bar")
-    rows = []
-    for case in [CASES[each] for each in arguments.case or range(len(CASES))]:
-        row = row_of(case, arguments.rounds, arguments.seconds)
-        rows.append(row)
-        quarter, _, three_quarters = statistics.quantiles(row["ratios"], n=4)
-        table.add_row(
-            f"{case.bytes:,}",
-            f"{case.batch}",
-            f"{case.work} us",
-            f"{case.readers}",
-            f"{row['DataLoader samples/s']:,.0f}",
-            f"{row['Loader samples/s']:,.0f}",
-            f"{row['DataLoader memory'] / 1e6:.0f} -> {row['Loader memory'] / 1e6:.0f} MB",
-            f"{row['CPU ratio']:.2f}",
-            f"{row['ratio']:.2f} ({quarter:.2f} to {three_quarters:.2f})",
-            f"{case.bar:g}",
-        )
-    Console(width=120).print(table)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
-    return 0
+    rows = (row_of(CASES[each], arguments.rounds, arguments.seconds) for each in arguments.case or range(len(CASES)))
+    return harness.report("data", rows, arguments.json)
 
 
 if __name__ == "__main__":

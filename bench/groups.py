@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import multiprocessing
 import os
 import statistics
 import sys
@@ -27,8 +26,6 @@ from typing import Any
 import harness
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 
 BACKENDS = ("ringreduce", "gloo")
 NEW_GROUPS = 5
@@ -41,25 +38,17 @@ Times = dict[str, float]
 
 def measure(ranks: int, backend: str) -> Times:
     """The times of one group of fresh processes."""
-    context = multiprocessing.get_context("fork")
-    pipes, processes = [], []
     hold, start = os.pipe()
-    for rank in range(ranks):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_rank, args=(rank, ranks, backend, hold, start, theirs))
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        processes.append(process)
+    started = [harness.forked(_rank, rank, ranks, backend, hold, start) for rank in range(ranks)]
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # its threads must not be forked
-    for pipe in pipes:  # one by one, since of many at once some are refused, and try again after 5 s
+    for _, pipe in started:  # one by one, since of many at once some are refused, and try again after 5 s
         pipe.send(store.port)
         pipe.recv()
     begin = time.monotonic()
     os.close(start)
     os.close(hold)
-    found = [pipe.recv() for pipe in pipes]
-    for process in processes:
+    found = [pipe.recv() for _, pipe in started]
+    for process, _ in started:
         process.join()
     new_groups = [max(rank["new_group"][number] for rank in found) for number in range(NEW_GROUPS)]
     return {
@@ -102,18 +91,13 @@ def compare(ranks: int, backends: list[str], rounds: int) -> dict[str, Any]:
     found = [{backend: measure(ranks, backend) for backend in backends} for _ in range(rounds)]
     row: dict[str, Any] = {"ranks": ranks, "rounds": found}
     for backend in backends:
-        row[backend] = {column: statistics.median(each[backend][column] for each in found) for column in COLUMNS}
-    print(cells(row, backends), file=sys.stderr, flush=True)
+        for column in COLUMNS:
+            row[f"{column}, {backend}, ms"] = 1e3 * statistics.median(each[backend][column] for each in found)
     return row
 
 
-def cells(row: dict[str, Any], backends: list[str]) -> list[str]:
-    return [str(row["ranks"]), *(f"{1e3 * row[backend][column]:.3g}" for backend in backends for column in COLUMNS)]
-
-
 def main() -> int:
-    summary, details = (__doc__ or "").split("\n\n", 1)
-    parser = argparse.ArgumentParser(description=summary, epilog=details, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 16, 32, 64])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
@@ -125,16 +109,7 @@ def main() -> int:
             measure(ranks, "ringreduce")  # after which the machine is probed, too
         gc.collect()
         gc.freeze()  # else a rank's first full collection, whenever it comes, writes to all that torch has made: 0.1 s
-        rows = [compare(ranks, args.backends, args.rounds) for ranks in args.ranks]
-    table = Table(title="making a group and its first all_reduce, ms")
-    for column in ("ranks", *(f"{column}, {backend}" for backend in args.backends for column in COLUMNS)):
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(*cells(row, args.backends))
-    Console(width=140).print(table)
-    if args.json:
-        harness.save(args.json, {"header": harness.origin("groups"), "rows": rows})
-    return 0
+        return harness.report("groups", (compare(n, args.backends, args.rounds) for n in args.ranks), args.json)
 
 
 if __name__ == "__main__":
