@@ -17,7 +17,7 @@ constexpr std::size_t kMostUnderWay = 2;
 }  // namespace
 
 Leader::Leader(Replica& replica, std::unique_ptr<Partner> its, std::uint32_t number)
-    : backup(std::move(its)), replica_(replica), number_(number) {
+    : backup(std::move(its)), number(number), replica_(replica) {
   const auto state = StateArchive::written(backup->far(), [&](StateArchive& archive) { replica_.visit(archive); });
   Record record;
   record.kind = Record::Kind::state;
@@ -86,8 +86,6 @@ void Leader::begin_to_give(bool hurries) {
   hurries_ = hurries;
   next_ = 0, end_ = replica_.blocks.size(), piece_ = 0;
   skip_given();
-  // An earlier backup gets no more records, so it counts no longer.
-  if (gives() && !backup->far()) replica_.blocks.header().backup.store(0, std::memory_order_seq_cst);
 }
 
 // Passes over blocks that a backup adopts. When all has been given, a backup on this host counts, since the log
@@ -97,9 +95,7 @@ void Leader::skip_given() {
   if (gives()) return;
   given_at_ = backup->written();
   hurries_ = false;
-  if (backup->far()) return;
-  counts = true;
-  replica_.blocks.header().backup.store(number_, std::memory_order_seq_cst);  // an earlier backup counts no longer
+  counts |= !backup->far();
 }
 
 // While there are requests, pieces get half of the time at most: the next one is given only after the backup has taken

@@ -59,14 +59,14 @@ class Leader {
   bool reads_push(BlockId id) const;
 
   const std::unique_ptr<Partner> backup;
-  bool counts = false;  // the backup would take over if this server ended
+  const std::uint32_t number;  // the backup's
+  bool counts = false;         // the backup would take over if this server ended
 
  private:
   bool give_piece();
   void skip_given();
 
   Replica& replica_;
-  const std::uint32_t number_;
   BlockId next_ = 0, end_ = 0;              // blocks [next_, end_) are still to be given
   std::size_t piece_ = 0;                   // of block `next_`: the next to be given
   bool hurries_ = false;                    // requests wait until all has been given

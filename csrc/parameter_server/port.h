@@ -157,10 +157,5 @@ inline Port* find(const Ports& ports, WorkerId worker) {
 inline void ring(const Ports& ports) {
   for (const auto& [worker, port] : ports) port->window->bell().ring();
 }
-// Removes all workers, after their server has ended for them.
-inline void send_away(Ports& ports) {
-  ring(ports);
-  ports.clear();
-}
 
 }  // namespace ringreduce::parameter_server

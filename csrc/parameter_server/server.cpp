@@ -21,7 +21,7 @@ Server::Server(std::size_t capacity, Hooks hooks, bool backed_up)
       hooks_(std::move(hooks)),
       wire_(std::make_unique<ServerWire>(bell_words())),
       replica_(capacity, hooks_.roots, hooks_.update) {
-  header().serves = 1;
+  show();
   start();
 }
 
@@ -40,7 +40,7 @@ void Server::join(const WorkerSpec& spec) {
   auto made = std::make_unique<NearPort>(spec);
   order([&] {
     if (!in_charge()) throw Error(ErrorKind::invalid_argument, "this server is a backup, and has not taken over");
-    if (role_ == Role::leaving || role_ == Role::heir) throw Error(ErrorKind::aborted, "this server leaves");
+    if (role_ != Role::primary) throw Error(ErrorKind::aborted, "this server leaves");
     if (const Port* const known = find(replica_.ports, spec.id)) {
       // The same worker may have joined the server that this was the backup of, and got no answer before that one
       // ended.
@@ -132,16 +132,14 @@ std::pair<BlockId, std::size_t> Server::create(const BlockSpec& wanted) {
 // ---- The thread ---------------------------------------------------------------------------------------------------
 
 void Server::close() {
-  role_ = Role::ended;  // the backup may take over now, so later turns must not serve
-  unconfirmed_ = {};
-  header().ended.store(1, std::memory_order_seq_cst);
+  cease();
+  show();
   for (Partner* const partner : {leader_ == nullptr ? nullptr : leader_->backup.get(),
                                  follower_ == nullptr ? nullptr : follower_->server.get()}) {
     if (partner == nullptr) continue;
     partner->ring();
     partner->end_turns();
   }
-  ring(replica_.ports);
   if (has_far_) wire_->connections().hand_over(true);
   leader_.reset();  // a partner on another host is told that this one leaves
   follower_.reset();
@@ -152,20 +150,46 @@ void Server::close() {
 void Server::fall(const std::exception& error) {
   hooks_.warn("a server in process " + std::to_string(getpid()) + " has failed and ends" +
               (leader_ != nullptr && leader_->counts ? ", and its backup goes on: " : ": ") + error.what());
-  role_ = Role::ended;
-  replica_.decided = {};
-  unconfirmed_.drop_outputs();
+  cease();
   end_thread();
+}
+
+// The backup may take over from now on. So this server carries out and answers nothing more, not even what it has
+// decided: the one that serves may decide differently.
+void Server::cease() {
+  role_ = Role::ended;
+  unconfirmed_ = {};
+  replica_.decided = {};
+}
+
+// Tells workers and the partner on this host who serves the blocks. Nothing else writes these words. Called before
+// anything that a change of role_ or leader_ permits is to be seen.
+void Server::show() {
+  bool changed = false;
+  const auto set = [&](std::atomic<std::uint32_t>& word, std::uint32_t value) {
+    if (word.load(std::memory_order_relaxed) == value) return;
+    word.store(value, std::memory_order_seq_cst);
+    changed = true;
+  };
+  const bool has_near = leader_ != nullptr && leader_->counts && !leader_->backup->far();
+  const bool in_reach = leader_ == nullptr || !leader_->backup->silent();
+  if (role_ != Role::ended) set(header().backup, has_near ? leader_->number : 0);  // the backup still looks there
+  set(header().serves, in_charge() && role_ != Role::heir && in_reach);
+  set(header().ended, role_ == Role::ended);
+  // Last: has_left() in server/process.py takes a server with neither flag, `leaves` or `ended`, for one that has come
+  // back.
+  set(header().leaves, role_ == Role::leaving);
+  if (changed) ring(replica_.ports);
 }
 
 void Server::decide(const Message& message) {
   const Nanoseconds now = ringreduce::now(), elapsed = now - std::exchange(replica_.stepped, now);
   while (leader_ != nullptr && !leader_->write_down(message, elapsed)) {  // its backup is far behind
     if (leader_->backup->ended()) {
-      drop_backup();
+      leader_.reset();
       break;
     }
-    if (stopping()) role_ = Role::ended;  // the backup takes over without this message
+    if (stopping()) cease();  // the backup takes over without this message
     if (!in_charge()) return;
     sched_yield();
   }

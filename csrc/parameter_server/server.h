@@ -126,10 +126,10 @@ class Server : public Turns {
   }
 
  private:
-  // A primary takes requests. When it leaves its blocks to its backup, it takes no more, and carries out those that it
-  // has. A backup repeats the log of its server. The heir of a server that leaves, or has left, has all of its log, and
-  // becomes the primary once it has a backup of its own or serve_alone() is called.
-  enum class Role { primary, leaving, backup, heir, ended };
+  // A primary takes requests. Before it leaves its blocks to its backup it is frozen: it takes no more, and carries out
+  // those that it has. A backup repeats the log of its server. The heir of a server that leaves, or has left, has all
+  // of its log, and becomes the primary once it has a backup of its own or serve_alone() is called.
+  enum class Role { primary, frozen, leaving, backup, heir, ended };
   bool in_charge() const { return role_ != Role::backup && role_ != Role::ended; }  // carries out what it decides
 
   void begin_turns() override;
@@ -138,6 +138,7 @@ class Server : public Turns {
   Nanoseconds due_in() const override;
   bool polls() const override;
   Nanoseconds most_sleep() const override;
+  void show() override;
   void close() override;
   bool serve(bool may_call_python);
   bool take_requests();
@@ -155,14 +156,13 @@ class Server : public Turns {
   bool may_take() const;
   bool release_held();
   void fall(const std::exception& error);
-  void go_on_alone();
+  void cease();
   bool partners_move();
   bool follow_on();
   void retire(const std::string& why);
   bool give_blocks(bool moved);
   void backup_counts();
   void tell(Port& port);
-  void drop_backup();
   bool repeat_all(bool all);
   void look_for_partner();
   void look_for_heir();

@@ -51,12 +51,6 @@ void Server::lead(std::unique_ptr<Partner> partner) {
   });
 }
 
-// Called when the backup on this host has ended.
-void Server::drop_backup() {
-  leader_.reset();
-  header().backup.store(0, std::memory_order_seq_cst);
-}
-
 // Sends News to a worker: about the backup that counts, or about this server if it was a backup and has taken over.
 void Server::tell(Port& port) {
   port.untold = false;
@@ -65,7 +59,7 @@ void Server::tell(Port& port) {
   if (backup == nullptr && (replica_.turn == 0 || !only_near_)) return;
   News news{};
   news.turn = backup != nullptr ? replica_.turn + 1 : replica_.turn;
-  news.number = backup != nullptr ? header().backup.load(std::memory_order_relaxed) : replica_.number;
+  news.number = backup != nullptr ? leader_->number : replica_.number;
   news.capacity = backup != nullptr ? backup->capacity : replica_.blocks.capacity();
   cut(backup != nullptr ? backup->name : name_, News::kText - 1).copy(news.name, News::kText);
   cut(backup != nullptr ? backup->address : address_, News::kText - 1).copy(news.address, News::kText);
@@ -117,7 +111,6 @@ void Server::follow(std::unique_ptr<Partner> partner) {
     name_ = follower_->server->name, address_ = follower_->server->address;
     only_near_ = !follower_->server->far();
     role_ = Role::backup;
-    header().serves = 0;
   });
 }
 
@@ -128,12 +121,13 @@ void Server::leave_to_backup() {
       come_back();
       throw Error(ErrorKind::invalid_argument, "this server has no backup that could go on");
     }
-    role_ = Role::leaving;
+    role_ = Role::frozen;
     carry_out();
     // A lane has one writer: this server writes its last reply before a backup on this host can become the heir.
     if (!leader_->backup->far() && unconfirmed_.holds_replies()) return;
     leaves = true;
-    header().leaves.store(1, std::memory_order_seq_cst);
+    role_ = Role::leaving;
+    show();
     Record last;
     last.kind = Record::Kind::inherit;
     if (leader_->backup->far()) leader_->backup->write({last});
@@ -161,15 +155,14 @@ void Server::look_for_heir() {
     retire("");
   } else if (has_ended) {
     come_back();
-    drop_backup();
+    leader_.reset();
     forget_gone();
   }
 }
 
 // Goes on after the heir has ended.
 void Server::come_back() {
-  if (role_ == Role::leaving) role_ = Role::primary;
-  header().leaves.store(0, std::memory_order_seq_cst);
+  if (role_ == Role::frozen || role_ == Role::leaving) role_ = Role::primary;
 }
 
 void Server::serve_alone() {
@@ -212,22 +205,15 @@ bool Server::repeat_all(bool all) {
   return true;
 }
 
-// Ends this server, which serves nobody from now on: its backup has taken over, or it is a backup that will not. The
-// one that serves may decide differently about what this one has kept back, so that is dropped. `why` says why a backup
-// has failed, and is logged; "" if it has not.
+// Ends this server, which serves nobody from now on: its backup has taken over, or it is a backup that will not. `why`
+// says why a backup has failed, and is logged; "" if it has not.
 void Server::retire(const std::string& why) {
-  role_ = Role::ended;
-  unconfirmed_ = {};
-  replica_.decided = {};
+  cease();
   leader_.reset();
-  header().serves.store(0, std::memory_order_seq_cst);
-  header().ended.store(1, std::memory_order_seq_cst);
-  // Last: has_left() in server/process.py takes a server with neither flag, `leaves` or `ended`, for one that has come
-  // back.
-  header().leaves.store(0, std::memory_order_seq_cst);
+  show();
   if (follower_ != nullptr) follower_->server->ring();
   follower_.reset();
-  send_away(replica_.ports);
+  replica_.ports.clear();
   if (why.empty()) return;
   hooks_.warn("the backup of a server, in process " + std::to_string(getpid()) +
               ", has failed and is none any more: " + why);
@@ -259,7 +245,7 @@ void Server::look_for_partner() {
 // Removes workers that have gone and of which no more requests can come, from them or through the journal. A server
 // that leaves must decide nothing more; it removes them if it comes back.
 void Server::forget_gone() {
-  if (leaves()) return;
+  if (role_ == Role::leaving) return;
   for (const auto& [worker, port] : replica_.ports)
     if (in_charge() && port->gone && port->alive) end(*port);
   carry_out();  // may still answer them
@@ -291,9 +277,8 @@ void Server::take_over() {
   if (ended.far()) settle_workers();
   for (const auto& [worker, port] : replica_.ports) tell(*port);
   ended.say_over();
-  header().serves.store(1, std::memory_order_seq_cst);
+  show();
   replica_.pass(Step::serving);
-  ring(replica_.ports);
   forget_gone();
 }
 

@@ -39,22 +39,15 @@ void Server::count_backup() {
 
 void Server::abandon_backup() {
   order([&] {
-    if (leader_ != nullptr && !leader_->counts) go_on_alone();
+    if (leader_ != nullptr && !leader_->counts) leader_.reset();
   });
-}
-
-void Server::go_on_alone() {
-  leader_.reset();
-  if (role_ == Role::heir) return;
-  header().serves.store(1, std::memory_order_seq_cst);
-  ring(replica_.ports);
 }
 
 std::uint64_t Server::freeze() {
   return order([&] {
     if (leader_ == nullptr || leader_->backup->silent())
       throw Error(ErrorKind::invalid_argument, "this server has no backup that could go on");
-    if (role_ == Role::primary) role_ = Role::leaving;
+    if (role_ == Role::primary) role_ = Role::frozen;
     decide(Tick{});  // a new record: the backup can confirm it only after this call
     carry_out();
     return leader_->backup->written();
@@ -63,7 +56,7 @@ std::uint64_t Server::freeze() {
 
 void Server::unfreeze() {
   order([&] {
-    if (role_ == Role::leaving) role_ = Role::primary;
+    if (role_ == Role::frozen) role_ = Role::primary;
   });
 }
 
@@ -76,10 +69,7 @@ void Server::connect_partner(int socket, std::string path) {
 }
 
 bool Server::partners_move() {
-  if (leader_ != nullptr && leader_->backup->progress()) {
-    header().serves.store(in_charge() && role_ != Role::heir && !leader_->backup->silent(), std::memory_order_seq_cst);
-    return true;
-  }
+  if (leader_ != nullptr && leader_->backup->progress()) return true;
   return follower_ != nullptr && follower_->server->progress();
 }
 
@@ -91,7 +81,7 @@ void Server::decided(bool goes_on) {
     if (!goes_on) return retire("");
     if (!takes_over) {
       come_back();
-      go_on_alone();
+      leader_.reset();
       return forget_gone();
     }
     try {

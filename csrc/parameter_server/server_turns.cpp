@@ -38,12 +38,14 @@ Nanoseconds Server::due_in() const {
 
 // An exception ends this server. Its process, which may be a worker's, goes on.
 bool Server::turn(bool may_call_python) {
+  bool moved = true;
   try {
-    return serve(may_call_python);
+    moved = serve(may_call_python);
   } catch (const std::exception& error) {
     fall(error);
-    return true;
   }
+  show();
+  return moved;
 }
 
 bool Server::serve(bool may_call_python) {
@@ -69,10 +71,10 @@ void Server::look_for_ended() {
   const Nanoseconds t = ringreduce::now();
   if (t - looked_ < kLookEvery) return;
   looked_ = t;
-  if (leaves()) return look_for_heir();
+  if (role_ == Role::leaving) return look_for_heir();
   if (!in_charge()) return;
   lose_missing();
-  if (leader_ != nullptr && (leader_->backup->ended() || leader_->stands())) drop_backup();
+  if (leader_ != nullptr && (leader_->backup->ended() || leader_->stands())) leader_.reset();
   for (auto each = replica_.ports.begin(); each != replica_.ports.end();) {
     const auto& [worker, port] = *each++;
     if (port->untold) tell(*port);

@@ -81,6 +81,8 @@ class Turns {
   // Whether the thread polls for a while before it sleeps, and how long it sleeps at most.
   virtual bool polls() const = 0;
   virtual Nanoseconds most_sleep() const = 0;
+  // Called after each order, before its caller goes on.
+  virtual void show() = 0;
   // Called last, by the thread.
   virtual void close() = 0;
 
@@ -131,6 +133,7 @@ auto Turns::order(F&& body) {
     } catch (...) {
       failed = std::current_exception();
     }
+    show();
     const std::lock_guard relock(mutex_);
     done = true;
     served_.notify_all();

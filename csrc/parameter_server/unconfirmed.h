@@ -39,7 +39,6 @@ class Unconfirmed {
   void release_replies() {
     for (auto& each : replies_) each.first = 0;
   }
-  void drop_outputs() { outputs_.clear(); }
 
  private:
   std::deque<std::pair<std::uint64_t, Output>> outputs_;  // by position
