@@ -5,8 +5,6 @@
 #include <bit>
 #include <cstring>
 
-#include "core/atomics.h"
-
 namespace ringreduce {
 namespace {
 
@@ -110,13 +108,6 @@ void Region::populate(int channel, std::uint64_t seq, std::size_t bytes) const {
           MADV_POPULATE_WRITE);  // NOLINT(performance-no-int-to-ptr)
 #endif
 }
-
-void Doorbell::ring() {
-  rings.fetch_add(1, std::memory_order_seq_cst);
-  wake_all_on(rings);
-}
-
-void Doorbell::sleep(std::uint32_t seen, Nanoseconds timeout) const { sleep_on(rings, seen, timeout); }
 
 void RankControl::wake() {
   for (Doorbell* doorbell : {&for_calls, &for_messages})

@@ -23,9 +23,9 @@
 #include <string_view>
 
 #include "core/arithmetic.h"
-#include "core/atomics.h"
 #include "core/call_header.h"
 #include "core/clock.h"
+#include "core/doorbell.h"
 #include "core/error.h"
 #include "kernels/packing.h"
 #include "transport/life_mark.h"
@@ -123,38 +123,7 @@ class CallHistory {
 
 enum class RankState : std::uint32_t { absent, live, left };
 
-inline constexpr std::uint64_t kAwaitsAll = ~std::uint64_t{0};
-constexpr std::uint64_t awaits_rank(int rank) { return std::uint64_t{1} << (rank & 63); }
-
-// The futex that a rank sleeps on while it waits for others. Peers ring it when they have changed something that the
-// rank may wait for. A ring costs a system call, so the sleeping rank says whom it waits for.
-struct alignas(64) Doorbell {
-  std::atomic<std::uint32_t> rings;
-  std::atomic<std::uint32_t> sleepers;
-  std::atomic<std::uint64_t> awaits;          // bits of the ranks that the sleepers wait for (awaits_rank)
-  std::atomic<std::uint32_t> fences_ringers;  // 1: who sleeps here calls fence_all() first
-
-  void ring();
-  // Sleeps until it has been rung since `rings` was `seen`, or `timeout` has passed.
-  void sleep(std::uint32_t seen, Nanoseconds timeout) const;
-  // A sleeper calls this after it has announced itself, and before its last look. If the kernel has just begun to
-  // refuse it, one ring may come late by a sleep.
-  void fence_ringers() {
-    if (fences_ringers.load(std::memory_order_relaxed) != 0 && !fence_all())
-      fences_ringers.store(0, std::memory_order_seq_cst);
-  }
-  // Wakes the rank that sleeps here if it waits for rank `from`, which has just stored what it may wait for. The
-  // sleeper announces itself, then looks for the change; the ringer stores the change, then looks for sleepers. With a
-  // fence in between on both sides, one of them sees the other. `fenced`: whether this process has called
-  // accept_fences().
-  void notify(int from, bool fenced) {
-    std::atomic_signal_fence(std::memory_order_seq_cst);  // the compiler's part of it
-    if (!fenced || fences_ringers.load(std::memory_order_relaxed) == 0) fence(std::memory_order_seq_cst);
-    if (sleepers.load(std::memory_order_seq_cst) != 0 &&
-        (awaits.load(std::memory_order_seq_cst) & awaits_rank(from)) != 0)
-      ring();
-  }
-};
+// Where a rank sleeps while it waits for others. Peers notify it when they have changed something that it may wait for.
 struct alignas(64) RankControl {
   Doorbell for_calls;     // where the thread that runs a call sleeps
   Doorbell for_messages;  // where threads sleep that wait for messages
