@@ -7,7 +7,6 @@
 
 #include "core/threads.h"
 #include "engine/history.h"
-#include "engine/wait.h"
 #include "kernels/accumulate.h"
 #include "transport/links.h"
 
@@ -82,7 +81,7 @@ void Mailbox::post(const std::shared_ptr<Message>& message) {
 }
 
 void Mailbox::wait(const std::shared_ptr<Message>& message, Nanoseconds patience) {
-  Waiting waiting(*team_, team_->control(team_->rank()).for_messages, patience_);
+  Waiting waiting(team_->control(team_->rank()).for_messages, patience_, team_->links());
   while (true) {
     bool moved = false, done = false;
     std::vector<std::shared_ptr<Message>> finished;
@@ -115,7 +114,7 @@ void Mailbox::drive() {
     const auto pending = [&] { return !all_.empty() || !finished_.empty(); };
     work_.wait(lock, [&] { return stopping_ || pending(); });
     if (stopping_) return;
-    Waiting waiting(*team_, team_->control(team_->rank()).for_messages, patience_);
+    Waiting waiting(team_->control(team_->rank()).for_messages, patience_, team_->links());
     while (pending() && !stopping_) {
       const bool moved = progress();
       std::vector<std::shared_ptr<Message>> finished;

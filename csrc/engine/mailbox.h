@@ -32,8 +32,8 @@
 #include "core/error.h"
 #include "core/fastest.h"
 #include "core/types.h"
+#include "core/waiting.h"
 #include "engine/late.h"
-#include "engine/patience.h"
 #include "transport/team.h"
 
 namespace ringreduce {

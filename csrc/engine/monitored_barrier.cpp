@@ -6,7 +6,6 @@
 
 #include "engine/history.h"
 #include "engine/late.h"
-#include "engine/wait.h"
 #include "transport/links.h"
 
 namespace ringreduce {
@@ -55,7 +54,7 @@ void monitored_barrier(Team& team, const Patience& patience, Nanoseconds timeout
     }
     team.control_changed();
   }
-  Waiting waiting(team, control.for_messages, patience);
+  Waiting waiting(control.for_messages, patience, team.links());
   Reminder reminder;
   // Of the ranks of this host that have come, one tells the user.
   const auto is_first = [&](const std::vector<int>& absent) {

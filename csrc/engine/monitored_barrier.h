@@ -4,7 +4,7 @@
 // its failure does not break the group, so that it can be used to find out why another call hangs.
 #pragma once
 
-#include "engine/patience.h"
+#include "core/waiting.h"
 #include "transport/team.h"
 
 namespace ringreduce {

@@ -16,10 +16,10 @@
 #include <thread>
 #include <vector>
 
+#include "core/atomics.h"
 #include "core/clock.h"
 #include "core/error.h"
 #include "core/threads.h"
-#include "engine/wait.h"
 #include "kernels/accumulate.h"
 #include "transport/peer_memory.h"
 

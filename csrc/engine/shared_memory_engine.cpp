@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "engine/history.h"
-#include "engine/wait.h"
 #include "kernels/accumulate.h"
 #include "transport/links.h"
 
@@ -100,8 +99,7 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
     return found;
   });
   const Program& program = bound.program();
-  const Patience& patience = options().patience;
-  const bool by_mates = patience.looks_by_mates && bytes < kernels::kLeastStreamed && !has_root(call.operation);
+  const bool by_mates = options().looks_by_mates && bytes < kernels::kLeastStreamed && !has_root(call.operation);
 
   RankControl& own = team_->control(team_->rank());
   const std::uint64_t seq = next_call();
@@ -111,7 +109,7 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
   record(own, header, call.op);
 
   Links* const links = team_->links();
-  Waiting waiting(*team_, own.for_calls, patience);
+  Waiting waiting(own.for_calls, options().patience, links);
   Nanoseconds spent = 0;
   Execution execution(*team_, bound, workspace_, call, id,
                       feeds_back ? reinterpret_cast<std::byte*>(rests.data()) : nullptr, timed);
@@ -128,6 +126,11 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
       throw Error(error.kind(), title(call, seq) + ": " + error.what(), error.culprit());
     }
   };
+  const auto patience = [&] {
+    Patience its = options().patience;
+    if (by_mates) its.looks = placement_.looks_before_yield(seq, execution.awaits());
+    return its;
+  };
   try {
     if (links != nullptr) reach(call, program, title(call, seq));
     const auto check_on_peers = [&](Nanoseconds waited) {
@@ -143,14 +146,13 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
         if (moved)
           waiting.moved();
         else
-          waiting.idle(execution.awaits(), check_on_peers,
-                       by_mates ? placement_.looks_before_yield(seq, execution.awaits()) : patience.looks);
+          waiting.idle(execution.awaits(), check_on_peers, patience());
       }
       const Nanoseconds moved = timed ? now() : 0;
       // Lent memory must not change before it is read. And what a root sent over links is lost if its process ends
       // before the peers have read it, unlike what is in slots.
       const bool rooted = links != nullptr && has_root(call.operation);
-      if (rooted) links->settle();
+      if (rooted) links->send_held();
       if (execution.lent() > 0 || rooted)
         while (!execution.all_read(rooted)) waiting.idle(execution.awaits(), check_on_peers);
       // All peers have come by now, so this wait is for what they have to do because this rank lends.

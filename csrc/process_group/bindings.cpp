@@ -263,8 +263,7 @@ void bind_settings(py::module_& m) {
       .def(init_by_keywords<S>())
       .def_property("patience", nullptr,
                     [](S& s, const std::tuple<int, int, bool>& patience) {
-                      const auto& [looks, yields, looks_by_mates] = patience;
-                      s.engine.patience = {looks, yields, looks_by_mates};
+                      std::tie(s.engine.patience.looks, s.engine.patience.yields, s.engine.looks_by_mates) = patience;
                     })
       .def_property("slices", nullptr, engine_option(&Engine::Options::slices))
       .def_property("least_slice_bytes", nullptr, engine_option(&Engine::Options::least_slice_bytes))

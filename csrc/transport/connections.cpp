@@ -149,7 +149,7 @@ void Connections::hold(int peer, const FrameHeader& header, std::size_t most) {
   flush(peer, link);
 }
 
-void Connections::settle() {
+void Connections::send_held() {
   std::lock_guard lock(mutex_);
   for (auto& [peer, link] : links_) {
     if (link.held.empty()) continue;
@@ -373,7 +373,7 @@ void Connections::drive() {
       parked_.store(false, std::memory_order_seq_cst);
       continue;
     }
-    settle();
+    send_held();
     epoll_event event;
     const int ready = epoll_wait(poll_, &event, 1, kIdlePoll);
     if (stopping_) return;

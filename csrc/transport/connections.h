@@ -74,9 +74,9 @@ class Connections {
   enum class When { in_turn, first, latest };
   void send(int peer, Frame frame, When when = When::in_turn);
   // Sends a frame without a payload, perhaps a little later: with the next one that has its turn, when `most` are held,
-  // or at settle().
+  // or at send_held().
   void hold(int peer, const FrameHeader& header, std::size_t most);
-  void settle();
+  void send_held();
 
   // Whether all that was to be sent has been handed to the kernel.
   bool sent() const { return unsent_.load(std::memory_order_acquire) == 0; }

@@ -23,7 +23,10 @@ Links::Links(int rank, const Layout& layout, Region own, Fate& fate, Connect con
       told_error_(layout.ranks),
       connections_(*this) {}
 
-void Links::admit(int peer, Region mirror) { mirrors_[static_cast<std::size_t>(peer)] = mirror; }
+void Links::admit(int peer, Region mirror) {
+  mirrors_[static_cast<std::size_t>(peer)] = mirror;
+  alone_ = std::ranges::count_if(mirrors_, [](const Region& its) { return bool(its); }) + 1 == std::ssize(mirrors_);
+}
 
 void Links::reach(std::span<const int> peers, Nanoseconds timeout) {
   Nanoseconds deadline = now() + timeout;

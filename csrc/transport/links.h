@@ -18,13 +18,14 @@
 #include <vector>
 
 #include "core/clock.h"
+#include "core/waiting.h"
 #include "transport/connections.h"
 #include "transport/fate.h"
 #include "transport/frame.h"
 
 namespace ringreduce {
 
-class Links final : private Connections::User {
+class Links final : public WaitingDuties, private Connections::User {
  public:
   // Makes a link to `peer`; called when one is needed and not there. The sockets come by add(), possibly later, and
   // from any thread. Throws Error.
@@ -41,16 +42,25 @@ class Links final : private Connections::User {
 
   // See Connections, which has these.
   void add(int peer, int socket, std::string path) { connections_.add(peer, socket, std::move(path)); }
-  void settle() { connections_.settle(); }
+  void send_held() { connections_.send_held(); }
   bool sent() const { return connections_.sent(); }
   int behind() const { return connections_.behind(); }
   void forget_lent() { connections_.forget_lent(); }
-  bool progress() { return connections_.progress(); }
-  void doze() const { connections_.doze(); }
-  void take_over() { connections_.take_over(); }
-  void hand_over(bool sleeps) { connections_.hand_over(sleeps); }
   std::string path(int peer) const { return connections_.path(peer); }
   std::vector<Counters> counters() const { return connections_.counters(); }
+
+  // WaitingDuties: a thread that waits moves the bytes.
+  bool progress() override { return connections_.progress(); }
+  void hand_over(bool sleeps) override { connections_.hand_over(sleeps); }
+  void take_over() override { connections_.take_over(); }
+  // Gives slots back as well. Where all other ranks are on other hosts, only progress() can end the wait.
+  void rest() override {
+    send_held();
+    if (alone_)
+      connections_.doze();
+    else
+      sched_yield();
+  }
 
   // Returns when there is a link to each of these ranks. Throws what Connect throws, or timeout.
   void reach(std::span<const int> peers, Nanoseconds timeout);
@@ -58,7 +68,7 @@ class Links final : private Connections::User {
   // This rank has filled a slot of its outbox, or of its mailbox for `peer`.
   void slot_filled(int peer, int channel, std::uint64_t seq, const SlotValue& value);
   void message_filled(int peer, std::uint64_t seq);
-  // This rank gives a slot of the peer's back. It may be told a little later, by settle() at the latest.
+  // This rank gives a slot of the peer's back. It may be told a little later, by send_held() at the latest.
   void slot_read(int peer, int channel, std::uint64_t seq);
   void message_read(int peer, std::uint64_t seq);
 
@@ -89,6 +99,7 @@ class Links final : private Connections::User {
   Fate& fate_;
   const Connect connect_;
   std::vector<Region> mirrors_;   // by rank
+  bool alone_ = false;            // on this host
   std::mutex telling_;            // so that the latest control block is told last
   std::vector<char> told_error_;  // by rank
   Nanoseconds next_tell_ = 0;

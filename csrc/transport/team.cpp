@@ -94,7 +94,6 @@ void Team::add(int rank, RankName name, FileDescriptor pidfd, int thread, const 
   std::shared_ptr<const PeerArena> mapped;
   if (arena.get() >= 0) mapped = map_arena(arena);
   peer(rank) = Peer(rank_, rank, segment_->region(rank), segment_, thread, std::move(mapped));
-  ++neighbours_;
   fate_.watch(rank, {std::move(name), region(rank), std::move(pidfd), false});
 }
 

@@ -59,8 +59,6 @@ class Team {
   RankControl& control(int rank) const { return region(rank).control(); }
   // Whether a rank is on another host.
   bool elsewhere(int rank) const { return peers_[static_cast<std::size_t>(rank)].elsewhere(); }
-  // Whether all others are.
-  bool alone() const { return neighbours_ == 0; }
   // The links to ranks on other hosts; null if there are no such ranks.
   Links* links() const { return links_.get(); }
   Fate& fate() { return fate_; }
@@ -118,7 +116,6 @@ class Team {
   std::atomic<std::uint32_t>& copies_;
   const LifeMark life_;
   std::vector<Peer> peers_;  // by rank; of this one, its region
-  int neighbours_ = 0;       // other ranks on this host
   Fate fate_;
   std::unique_ptr<Links> links_;
   std::once_flag said_goodbye_;
