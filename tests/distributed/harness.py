@@ -6,6 +6,7 @@
         return value
 
     values = run(work, 4, 0.5)             # one per rank; a rank's traceback is the test's failure
+    by_case = run_cases(work, 4, {"half": (0.5,), "double": (2.0,)})  # on the same processes, which saves starts
 
 See processes.py for the processes. Every wait is bounded.
 """
@@ -15,12 +16,14 @@ from __future__ import annotations
 import faulthandler
 import functools
 import itertools
+import os
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing import connection
 from typing import Any
+from unittest import mock
 
 import fork_server
 import pytest
@@ -38,12 +41,18 @@ class Rank(Member):
         super().__init__(rank, size, pipe)
         self.store = dist.PrefixStore(prefix, dist.TCPStore("127.0.0.1", port, is_master=False))
 
+    def begin(self, case: str) -> None:
+        """The deadline begins anew."""
+        self._pipe.send(("case", case))
+        faulthandler.dump_traceback_later(deadline() - 5.0)  # where it hangs, before the test gives it up
+
 
 class Ranks(Processes):
     """The processes, in the test's. A context manager, which kills those that are left."""
 
     def __init__(self, function: Callable[..., Any], size: int, *args: Any) -> None:
         super().__init__()
+        self._cases: dict[int, str] = {}  # of each rank the one it is in
         self.prefix, port = f"test{next(_fresh)}", _store().port
         self.store = dist.PrefixStore(self.prefix, _store())
         for rank in range(size):
@@ -73,10 +82,14 @@ class Ranks(Processes):
         while waiting:
             ready = connection.wait(list(waiting), max(0.0, end - time.monotonic()))
             if not ready:
-                pytest.fail(f"ranks {sorted(waiting.values())} had no {wanted} in time", pytrace=False)
+                late = ", ".join(f"{rank}{self._in_case(rank)}" for rank in sorted(waiting.values()))
+                pytest.fail(f"ranks {late} had no {wanted} in time", pytrace=False)
             for pipe in ready:
                 kind, value = self._receive(waiting[pipe])
-                if kind == wanted:
+                if kind == "case":
+                    self._cases[waiting[pipe]] = value
+                    end = time.monotonic() + deadline()
+                elif kind == wanted:
                     values[waiting.pop(pipe)] = value
         return [values[rank] for rank in ranks]
 
@@ -85,16 +98,39 @@ class Ranks(Processes):
             kind, value = self._pipes[rank].recv()
         except EOFError:
             self._processes[rank].join(1)
-            pytest.fail(f"rank {rank} died, with exit code {self._processes[rank].exitcode}", pytrace=False)
+            died = f"rank {rank} died{self._in_case(rank)}, with exit code {self._processes[rank].exitcode}"
+            pytest.fail(died, pytrace=False)
         if kind == "error":
-            pytest.fail(f"rank {rank}:\n{value}", pytrace=False)
+            pytest.fail(f"rank {rank}{self._in_case(rank)}:\n{value}", pytrace=False)
         return kind, value
+
+    def _in_case(self, rank: int) -> str:
+        return f" in the case {self._cases[rank]!r}" if rank in self._cases else ""
 
 
 def run(function: Callable[..., Any], size: int, *args: Any) -> list[Any]:
     """Calls `function(me, *args)` on `size` ranks and returns what each returned."""
     with Ranks(function, size, *args) as ranks:
         return ranks.results()
+
+
+def run_cases(function: Callable[..., Any], size: int, cases: Mapping[str, tuple[Any, ...]]) -> dict[str, list[Any]]:
+    """As `run(function, size, *args)` for the arguments of each case, one after the other on the same processes.
+
+    Each case has a store and variables of its own. A failure names the case, and ends the test.
+    """
+    by_rank = run(_in_turn, size, function, dict(cases))
+    return {name: [values[name] for values in by_rank] for name in cases}
+
+
+def _in_turn(me: Rank, function: Callable[..., Any], cases: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+    store, values = me.store, {}
+    for name, args in cases.items():
+        me.begin(name)
+        me.store = dist.PrefixStore(name, store)
+        with mock.patch.dict(os.environ):
+            values[name] = function(me, *args)
+    return values
 
 
 @functools.cache
@@ -112,7 +148,7 @@ def _main(
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(deadline() - 5.0)  # where it hangs, before the test gives it up
+    faulthandler.dump_traceback_later(deadline() - 5.0)  # as in `Rank.begin`
     try:
         fork_server.check()
         pipe.send(("result", function(Rank(rank, size, port, prefix, pipe), *args)))

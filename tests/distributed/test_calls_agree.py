@@ -8,14 +8,14 @@ import re
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.harness import Rank, run
+from distributed.harness import Rank, run, run_cases
 from processes import GROUP_TIMEOUT, ROOT, deadline
 
 import ringreduce
@@ -84,50 +84,56 @@ def make_and_end(me: Rank, transport: str, call: Callable[[Rank], Any]) -> Any:
     return error
 
 
+def over_each_transport(
+    function: Callable[..., Any], size: int, transports: Sequence[str] = TRANSPORTS
+) -> dict[str, list[Any]]:
+    return run_cases(function, size, {transport: (transport,) for transport in transports})
+
+
 def different(me: Rank, transport: str, what: str) -> Any:
     return make_and_end(me, transport, DIFFERENT[what])
 
 
 @pytest.mark.parametrize("size", (2, 3))
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("what", DIFFERENT)
-def test_different_last_calls_are_an_error_of_at_least_one_rank(what: str, transport: str, size: int) -> None:
-    errors = [error for error in run(different, size, transport, what) if error]
-    assert errors
-    assert any(kind is CollectiveMismatch and text.count(" called ") == 2 for kind, text in errors), errors
-    assert all(kind in (CollectiveMismatch, PeerLost) for kind, _ in errors), errors
+def test_different_last_calls_are_an_error_of_at_least_one_rank(transport: str, size: int) -> None:
+    for what, found in run_cases(different, size, {what: (transport, what) for what in DIFFERENT}).items():
+        errors = [error for error in found if error]
+        assert any(kind is CollectiveMismatch and text.count(" called ") == 2 for kind, text in errors), (what, errors)
+        assert all(kind in (CollectiveMismatch, PeerLost) for kind, _ in errors), (what, errors)
 
 
 def call_once_more(me: Rank, transport: str) -> Any:
     return make_and_end(me, transport, one_more)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_call_more_than_the_others_is_an_error(transport: str) -> None:
-    errors = [error for error in run(call_once_more, 2, transport) if error]
-    assert errors
-    for kind, text in errors if transport == "memory" else ():  # else the root waits, and finds that rank 1 has left
-        assert kind is CollectiveMismatch
-        assert "called broadcast(count=4" in text and "never called" in text
+def test_a_call_more_than_the_others_is_an_error() -> None:
+    for transport, found in over_each_transport(call_once_more, 2).items():
+        errors = [error for error in found if error]
+        assert errors, transport
+        if transport != "memory":  # the root waits, and finds that rank 1 has left
+            continue
+        for kind, text in errors:
+            assert kind is CollectiveMismatch
+            assert "called broadcast(count=4" in text and "never called" in text
 
 
 def send_after(me: Rank, transport: str) -> Any:
     return make_and_end(me, transport, after(message))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_message_compares_the_calls_before_it(transport: str) -> None:
-    kind, text = run(send_after, 2, transport)[1]
-    assert kind is CollectiveMismatch and "root=0" in text and "root=1" in text
+def test_a_message_compares_the_calls_before_it() -> None:
+    for transport, (_, (kind, text)) in over_each_transport(send_after, 2).items():
+        assert kind is CollectiveMismatch and "root=0" in text and "root=1" in text, transport
 
 
 def meet_after(me: Rank, transport: str) -> Any:
     return make_and_end(me, transport, after(lambda _: ringreduce.monitored_barrier(timeout=20)))
 
 
-@pytest.mark.parametrize("transport", ("memory", "tcp"))
-def test_a_monitored_barrier_compares_the_calls_before_it(transport: str) -> None:
-    assert any(error and error[0] is CollectiveMismatch for error in run(meet_after, 2, transport))
+def test_a_monitored_barrier_compares_the_calls_before_it() -> None:
+    for transport, errors in over_each_transport(meet_after, 2, ("memory", "tcp")).items():
+        assert any(error and error[0] is CollectiveMismatch for error in errors), transport
 
 
 def equal_calls(me: Rank, transport: str) -> Any:
@@ -140,9 +146,8 @@ def equal_calls(me: Rank, transport: str) -> Any:
     return make_and_end(me, transport, call)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_equal_calls_with_changing_roots_are_no_error(transport: str) -> None:
-    assert run(equal_calls, 3, transport) == [None] * 3
+def test_equal_calls_with_changing_roots_are_no_error() -> None:
+    assert over_each_transport(equal_calls, 3) == dict.fromkeys(TRANSPORTS, [None] * 3)
 
 
 def wait_for_centuries(me: Rank, transport: str) -> None:
@@ -169,9 +174,8 @@ def wait_for_centuries(me: Rank, transport: str) -> None:
         dist.all_reduce(x)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_timeouts_of_centuries_are_long(transport: str) -> None:
-    run(wait_for_centuries, 2, transport)
+def test_timeouts_of_centuries_are_long() -> None:
+    over_each_transport(wait_for_centuries, 2)
 
 
 def pass_strided(me: Rank, transport: str) -> None:
@@ -189,9 +193,8 @@ def pass_strided(me: Rank, transport: str) -> None:
             assert torch.equal(y, x)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_messages_of_strided_tensors(transport: str) -> None:
-    run(pass_strided, 2, transport)
+def test_messages_of_strided_tensors() -> None:
+    over_each_transport(pass_strided, 2)
 
 
 def wait_for_a_message(me: Rank, transport: str, sends: bool) -> tuple[str, str]:

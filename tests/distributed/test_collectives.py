@@ -5,6 +5,7 @@ Inputs differ by rank, by element and by call, and are so small that every resul
 
 from __future__ import annotations
 
+import functools
 import hashlib
 
 import numpy as np
@@ -34,7 +35,7 @@ from bodies.collectives import (
     supported,
     values,
 )
-from distributed.harness import Rank, run
+from distributed.harness import Rank, run, run_cases
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -43,12 +44,12 @@ from ringreduce.errors import InvalidArgument
 from ringreduce.plan import BUILDERS
 
 RANKS = (2, 3, 4)
+RULES = [(c, f"{c}:{a}") for c, algorithms in BUILDERS.items() for a in algorithms if len(algorithms) > 1]
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("collective", COLLECTIVES)
-def test_sizes(collective: str, ranks: int) -> None:
-    run(every_size, ranks, collective, SMALL_SLOTS)
+def test_sizes(ranks: int) -> None:
+    run_cases(every_size, ranks, {collective: (collective, SMALL_SLOTS) for collective in COLLECTIVES})
 
 
 def every_size_by_default(me: Rank) -> None:
@@ -62,14 +63,9 @@ def test_all_collectives_in_one_group_with_default_options() -> None:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize(
-    "collective, algorithm", [(c, a) for c, algorithms in BUILDERS.items() for a in algorithms if len(algorithms) > 1]
-)
-def test_algorithms(collective: str, algorithm: str, ranks: int) -> None:
-    options = ringreduce.Options(
-        algorithms=f"{collective}:{algorithm}", engine="channel_bytes=64K,least_slice_bytes=64"
-    )
-    run(every_size, ranks, collective, options)
+def test_algorithms(ranks: int) -> None:
+    options = functools.partial(ringreduce.Options, engine="channel_bytes=64K,least_slice_bytes=64")
+    run_cases(every_size, ranks, {rule: (collective, options(algorithms=rule)) for collective, rule in RULES})
 
 
 def large_first_call(me: Rank, options: ringreduce.Options) -> None:
@@ -79,21 +75,18 @@ def large_first_call(me: Rank, options: ringreduce.Options) -> None:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("algorithm", BUILDERS["all_reduce"])
-def test_first_call_of_a_group_may_need_all_slots_many_times(algorithm: str, ranks: int) -> None:
-    options = ringreduce.Options(
-        algorithms=f"all_reduce:{algorithm}", engine="channel_bytes=64K,slices=64,least_slice_bytes=64"
-    )
-    run(large_first_call, ranks, options)
+def test_first_call_of_a_group_may_need_all_slots_many_times(ranks: int) -> None:
+    options = functools.partial(ringreduce.Options, engine="channel_bytes=64K,slices=64,least_slice_bytes=64")
+    cases = {name: (options(algorithms=f"all_reduce:{name}"),) for name in BUILDERS["all_reduce"]}
+    run_cases(large_first_call, ranks, cases)
 
 
 # dtypes and operations
 
 
 @pytest.mark.parametrize("ranks", (2, 4))  # whose averages are exact
-@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-def test_dtypes_and_operations(dtype: torch.dtype, ranks: int) -> None:
-    run(every_operation, ranks, dtype)
+def test_dtypes_and_operations(ranks: int) -> None:
+    run_cases(every_operation, ranks, {name_of(dtype): (dtype,) for dtype in DTYPES})
 
 
 def inexact_hashes(me: Rank, options: ringreduce.Options) -> list[tuple[str, str]]:
@@ -115,12 +108,12 @@ def inexact_hashes(me: Rank, options: ringreduce.Options) -> list[tuple[str, str
     return hashes
 
 
-@pytest.mark.parametrize("algorithm", BUILDERS["all_reduce"])
-def test_results_are_the_same_bits_on_all_ranks_and_every_time(algorithm: str) -> None:
-    first, *others = run(inexact_hashes, 3, ringreduce.Options(algorithms=f"all_reduce:{algorithm}"))
-    for other in others:
-        assert other == first
-    assert first[::2] == first[1::2]
+def test_results_are_the_same_bits_on_all_ranks_and_every_time() -> None:
+    cases = {name: (ringreduce.Options(algorithms=f"all_reduce:{name}"),) for name in BUILDERS["all_reduce"]}
+    for algorithm, (first, *others) in run_cases(inexact_hashes, 3, cases).items():
+        for other in others:
+            assert other == first, algorithm
+        assert first[::2] == first[1::2], algorithm
 
 
 # layouts

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bodies.collectives import OPS
-from distributed.harness import Rank, in_threads, run
+from distributed.harness import Rank, in_threads, run, run_cases
 from unit.elements import CASES, FLOATS, as_bytes, operand
 
 import ringreduce
@@ -172,29 +172,25 @@ def reduces(me: Rank, transport: str, calls: int, kinds: list[Kind]) -> list[byt
     return [wanted[kind][0] for kind in kinds if kind[0].startswith("all_reduce")]
 
 
-def check(transport: str, ranks: int, calls: int, kinds: list[Kind]) -> None:
-    first, *others = run(reduces, ranks, transport, calls, kinds)
-    assert all(other == first for other in others)
+def check(transport: str, ranks: int, calls: int, cases: list[tuple[str, str]]) -> None:
+    """`cases` are dtypes and operations, of each reduction."""
+    refused = [("all_reduce", "complex64", "product"), ("all_reduce", "complex128", "product")]  # by torch itself
+    kinds = {name: [(name, *case) for case in cases if (name, *case) not in refused] for name in REDUCTIONS}
+    found = run_cases(reduces, ranks, {name: (transport, calls, kinds[name]) for name in REDUCTIONS})
+    for name, (first, *others) in found.items():
+        assert all(other == first for other in others), name
 
 
 @pytest.mark.parametrize("transport", OPTIONS)
-@pytest.mark.parametrize("name", REDUCTIONS)
-def test_reductions(name: str, transport: str) -> None:
-    check(transport, 3, 4, [(name, dtype, op) for dtype, op in CASES if dtype in FLOATS or op == "sum"])
-
-
-def many_times(name: str, transport: str, cases: list[tuple[str, str]], calls: int) -> None:
-    kinds = [(name, *case) for case in cases]
-    refused = [("all_reduce", "complex64", "product"), ("all_reduce", "complex128", "product")]  # by torch itself
-    check(transport, 2, calls, [kind for kind in kinds if kind not in refused])
+def test_reductions(transport: str) -> None:
+    check(transport, 3, 4, [(dtype, op) for dtype, op in CASES if dtype in FLOATS or op == "sum"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("third", range(3))
+@pytest.mark.parametrize("sixth", range(6))
 @pytest.mark.parametrize("transport", OPTIONS)
-@pytest.mark.parametrize("name", REDUCTIONS)
-def test_reductions_many_times(name: str, transport: str, third: int) -> None:
-    many_times(name, transport, CASES[third::3], 100)
+def test_reductions_many_times(transport: str, sixth: int) -> None:
+    check(transport, 2, 100, CASES[sixth::6])
 
 
 def sparse(me: Rank) -> bytes:
@@ -295,6 +291,6 @@ def test_the_parameter_server() -> None:
 
 
 if __name__ == "__main__":
-    for dtype, name, transport in itertools.product(dict(CASES), REDUCTIONS, OPTIONS):
-        many_times(name, transport, [case for case in CASES if case[0] == dtype], 1000)
-        print(f"{name} of {dtype}, {transport}: equal bits", flush=True)
+    for case, transport in itertools.product(CASES, OPTIONS):
+        check(transport, 2, 1000, [case])
+        print(f"{' '.join(case)}, {transport}: equal bits", flush=True)

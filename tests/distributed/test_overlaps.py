@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.harness import Rank, run
+from distributed.harness import Rank, run, run_cases
 
 import ringreduce
 from ringreduce.errors import InvalidArgument
@@ -222,28 +222,20 @@ def one_call(me: Rank, case: Case, rng: random.Random, empty: Callable[[int], to
     assert torch.equal(memory, wanted), f"{note}: outputs {own.outputs}, inputs {own.inputs}, root {root}"
 
 
-def overlapping(me: Rank, transport: str, calls: int) -> None:
+def overlapping(me: Rank, transport: str) -> None:
     def empty(length: int) -> torch.Tensor:
         return ringreduce.empty(length) if transport == "arena" else torch.empty(length)
 
     with me.join(options=TRANSPORTS[transport]):
         for name, case in CASES.items():
-            for call in range(calls):
+            for call in range(600 // me.size**2):
                 one_call(me, case, random.Random(f"{name} {call}"), empty, f"{name}, call {call}")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_outputs_over_inputs(ranks: int, transport: str) -> None:
-    run(overlapping, ranks, transport, 30)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_outputs_over_inputs_many_times(ranks: int, transport: str) -> None:
-    run(overlapping, ranks, transport, 600 // ranks**2)
+def test_outputs_over_inputs(ranks: int) -> None:
+    run_cases(overlapping, ranks, {transport: (transport,) for transport in TRANSPORTS})
 
 
 def shared_outputs(me: Rank) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import signal
 import time
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bodies import collectives
-from distributed.harness import Rank, Ranks, run
+from distributed.harness import Rank, Ranks, run, run_cases
 
 import ringreduce
 from ringreduce.errors import Aborted, CollectiveMismatch, CollectiveTimeout, InvalidArgument, PeerLost, RingReduceError
@@ -29,9 +30,9 @@ TIMEOUT = 3.0
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("collective", [c for c in collectives.COLLECTIVES if c != "recv_from_any"])
-def test_sizes(collective: str, ranks: int) -> None:
-    run(collectives.every_size, ranks, collective, SMALL)
+def test_sizes(ranks: int) -> None:
+    names = [name for name in collectives.COLLECTIVES if name != "recv_from_any"]
+    run_cases(collectives.every_size, ranks, {name: (name, SMALL) for name in names})
 
 
 def from_any(me: Rank) -> None:
@@ -45,14 +46,15 @@ def test_receives_from_any_rank() -> None:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize(
-    "collective, algorithm", [(c, a) for c, algorithms in BUILDERS.items() for a in algorithms if len(algorithms) > 1]
-)
-def test_algorithms(collective: str, algorithm: str, ranks: int) -> None:
-    options = ringreduce.Options(
-        transport="gloo", algorithms=f"{collective}:{algorithm}", engine="least_slice_bytes=64"
-    )
-    run(collectives.every_size, ranks, collective, options)
+def test_algorithms(ranks: int) -> None:
+    options = functools.partial(ringreduce.Options, transport="gloo", engine="least_slice_bytes=64")
+    cases = {
+        f"{collective}:{name}": (collective, options(algorithms=f"{collective}:{name}"))
+        for collective, names in BUILDERS.items()
+        for name in names
+        if len(names) > 1
+    }
+    run_cases(collectives.every_size, ranks, cases)
 
 
 def all_by_default(me: Rank) -> None:
@@ -240,13 +242,13 @@ def different_calls(me: Rank, how: str) -> tuple[str, str, int, float]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("how", ["count", "dtype", "op", "collective", "root"])
-def test_different_calls_are_found_out(how: str, ranks: int) -> None:
+def test_different_calls_are_found_out(ranks: int) -> None:
     words = {"count": "count=200", "dtype": "dtype=int32", "op": "op=max", "collective": "barrier()", "root": "root=1"}
-    for kind, text, _, _ in run(different_calls, ranks, how):
-        assert kind == CollectiveMismatch.__name__
-        assert words[how] in text and "made different calls" in text
-        assert "broadcast(count=100" in text or "all_reduce(count=100" in text
+    for how, outcomes in run_cases(different_calls, ranks, {how: (how,) for how in words}).items():
+        for kind, text, _, _ in outcomes:
+            assert kind == CollectiveMismatch.__name__, how
+            assert words[how] in text and "made different calls" in text
+            assert "broadcast(count=100" in text or "all_reduce(count=100" in text
 
 
 def waits_in_vain(me: Rank, algorithm: str) -> Any:
