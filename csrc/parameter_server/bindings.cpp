@@ -12,9 +12,9 @@
 #include <optional>
 
 #include "core/error.h"
-#include "parameter_server/client.h"
+#include "parameter_server/client/client.h"
 #include "parameter_server/names.h"
-#include "parameter_server/server.h"
+#include "parameter_server/server/server.h"
 #include "process_group/keywords.h"
 
 namespace py = pybind11;

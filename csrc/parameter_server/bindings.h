@@ -3,7 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
-#include "parameter_server/rules.h"
+#include "parameter_server/block/rules.h"
 
 namespace ringreduce::parameter_server {
 

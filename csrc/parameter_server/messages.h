@@ -20,6 +20,10 @@ namespace ringreduce::parameter_server {
 using WorkerId = std::uint32_t;
 using BlockId = std::uint32_t;
 
+// A worker may send at most this many requests before it has the reply to the first of them. This bounds the memory of
+// a shard.
+inline constexpr std::uint64_t kMostOutstanding = 1024;
+
 // The data of a push. The protocol passes it on without looking inside; a driver (server, client, simulator) derives
 // its own kind. It is released after the push was applied or dropped, or turned out to be a duplicate.
 struct Payload {

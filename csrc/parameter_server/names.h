@@ -4,7 +4,7 @@
 #include <array>
 #include <string_view>
 
-#include "parameter_server/replica.h"
+#include "parameter_server/server/replica.h"
 #include "process_group/keywords.h"
 
 namespace ringreduce {

@@ -18,6 +18,13 @@ void fill(const FirstValues& first, std::int64_t id, T* out, std::size_t count) 
   }
 }
 
+template <class T>
+void add(void* to, const void* from, std::size_t count) {
+  auto* __restrict sum = static_cast<T*>(to);
+  const auto* __restrict more = static_cast<const T*>(from);
+  for (std::size_t i = 0; i < count; ++i) sum[i] += more[i];
+}
+
 }  // namespace
 
 std::vector<std::uint32_t> owners_of_slots(std::size_t servers) {
@@ -39,6 +46,13 @@ void first_values(const FirstValues& first, DType dtype, std::int64_t id, void* 
     fill(first, id, static_cast<float*>(out), count);
   else
     fill(first, id, static_cast<double*>(out), count);
+}
+
+void add_row(DType dtype, void* to, const void* from, std::size_t width) {
+  if (dtype == DType::float32)
+    add<float>(to, from, width);
+  else
+    add<double>(to, from, width);
 }
 
 Distinct::Distinct(std::size_t most) : mask_(std::bit_ceil(2 * most + 2) - 1), numbers_(mask_ + 1) {

@@ -32,6 +32,9 @@ struct FirstValues {
 };
 void first_values(const FirstValues& first, DType dtype, std::int64_t id, void* out, std::size_t count);
 
+// to += from, a row of `width` elements of float32 or float64.
+void add_row(DType dtype, void* to, const void* from, std::size_t width);
+
 // Numbers ids 0, 1, 2, ... in the order in which they first appear.
 class Distinct {
  public:

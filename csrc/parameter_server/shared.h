@@ -22,7 +22,7 @@
 #include "core/file_descriptor.h"
 #include "kernels/accumulate.h"
 #include "kernels/packing.h"
-#include "parameter_server/shard.h"
+#include "parameter_server/messages.h"
 
 namespace ringreduce::parameter_server {
 

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "core/error.h"
-#include "parameter_server/client.h"
-#include "parameter_server/server.h"
+#include "parameter_server/client/client.h"
+#include "parameter_server/server/server.h"
 #include "stress/harness.h"
 
 namespace ringreduce::stress {

@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
-#include "parameter_server/client.h"
-#include "parameter_server/server.h"
+#include "parameter_server/client/client.h"
+#include "parameter_server/server/server.h"
 #include "stress/harness.h"
 
 namespace ringreduce::stress {

@@ -17,8 +17,8 @@
 #include <tuple>
 #include <vector>
 
-#include "parameter_server/archive.h"
-#include "parameter_server/session.h"
+#include "parameter_server/block/archive.h"
+#include "parameter_server/client/session.h"
 
 namespace {
 

@@ -15,7 +15,9 @@ from stand_in.build import WARNINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATIONS = int(os.environ.get("RINGREDUCE_TEST_OPERATIONS", "100000"))
-SHARD, SESSION, STATE = (f"parameter_server/{name}" for name in ("shard.cpp", "session.h", "shard_state.cpp"))
+SHARD, SESSION, STATE = (
+    f"parameter_server/{name}" for name in ("block/shard.cpp", "client/session.h", "block/shard_state.cpp")
+)
 
 MUTANTS = {
     "a request that comes again is taken again": (
@@ -259,9 +261,10 @@ def test_a_mistake_is_noticed(mutant: str, objects: dict[str, Path], tmp_path: P
     source = (ROOT / "csrc" / file).read_text()
     assert source.count(right) == 1, f"{file} has changed: change the mutant too"
     changed = tmp_path / "csrc" / file
-    changed.parent.mkdir(parents=True)
-    for header in (ROOT / "csrc/parameter_server").glob("*.h"):  # which include each other by their folder
-        (changed.parent / header.name).write_text(header.read_text())
+    for header in (ROOT / "csrc/parameter_server").rglob("*.h"):  # which include each other by their folder
+        copied = tmp_path / "csrc" / header.relative_to(ROOT / "csrc")
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        copied.write_text(header.read_text())
     changed.write_text(source.replace(right, wrong))
     if file != SESSION:
         made = {changed.stem: compile_object(changed, tmp_path)}

@@ -1,0 +1,172 @@
+// How a worker learns of backups, and turns to the one that takes over.
+#include <cstring>
+#include <utility>
+
+#include "core/descriptors.h"
+#include "parameter_server/client/client-inl.h"
+
+namespace ringreduce::parameter_server {
+
+// Reads all News; returns whether there were any. A worker is told of a server before it is told of that server's
+// backup. So if News of another backup arrives while one is known, the known one has taken over already.
+bool Client::take_news() {
+  bool any = false;
+  for (std::optional<Received> message; news_.get() >= 0 && (message = receive_message(news_.get())); any = true) {
+    News news;
+    if (message->bytes.size() != sizeof news || message->descriptors.size() != 3) continue;
+    std::memcpy(&news, message->bytes.data(), sizeof news);
+    if (news.lane >= peers_.size() || peers_[news.lane] == nullptr || peers_[news.lane]->near == nullptr) continue;
+    Peer& of = *peers_[news.lane];
+    if (!of.alive || news.turn <= of.near->turn) continue;
+    news.name[News::kText - 1] = news.address[News::kText - 1] = 0;
+    ServerSpec spec{-1,        -1,        -1,          static_cast<std::size_t>(news.capacity),
+                    news.name, news.turn, news.number, news.address};
+    spec.values = message->descriptors[0].release();
+    spec.bell = message->descriptors[1].release();
+    spec.pidfd = message->descriptors[2].release();
+    if (of.backup != nullptr && of.backup->turn < news.turn) {
+      take_replies(news.lane);
+      turn_to_backup(news.lane);
+    }
+    of.backup = std::make_shared<Near>(spec, of.near->lane);
+  }
+  return any;
+}
+
+// Turns from a server that has ended to its backup, as often as the backup serves and has been replaced itself.
+void Client::look_for_next(std::uint32_t server) {
+  take_news();
+  Peer& of = peer(server);
+  while (of.near->over() && of.backup != nullptr && of.backup->serves()) {
+    take_replies(server);
+    turn_to_backup(server);
+    take_news();
+  }
+}
+
+// Whether a server has ended without a backup that can take over. A backup that this worker has not heard of is not
+// lost: it will send News itself.
+bool Client::is_lost(const Peer& of) const {
+  if (!of.near->ended() || of.near->over()) return false;
+  const std::uint32_t number = of.near->header().backup.load(std::memory_order_seq_cst);
+  return number == 0 || (of.backup != nullptr && of.backup->number == number && of.backup->ended());
+}
+
+// Called when the server has ended and its backup serves. The backup knows which requests the server had taken and
+// answered, so this repeats all unanswered requests with their numbers.
+void Client::turn_to_backup(std::uint32_t server) {
+  Peer& to = peer(server);
+  to.near = std::exchange(to.backup, nullptr);
+  to.name = to.near->name;
+  Lane& lane = *to.near->lane;
+  lane.asked.store(0, std::memory_order_relaxed);
+  lane.answered.store(0, std::memory_order_relaxed);
+  for (const Request& request : to.session.unanswered()) to.near->ask(slot_of(request));
+  lane.turn.store(to.near->turn, std::memory_order_seq_cst);
+  to.near->bell().ring();
+}
+
+std::tuple<std::uint32_t, std::string, std::string> Client::served_by(std::uint32_t server, std::uint32_t known,
+                                                                      Nanoseconds timeout) {
+  Hold hold(*this);
+  const Peer& of = peer(server);
+  const auto is_known = [&] { return of.alive && of.near != nullptr && of.near->turn == known; };
+  wait_until(hold, timeout, [&] {
+    if (!is_known()) return true;
+    return !of.near->ended() && of.near->header().backup.load(std::memory_order_seq_cst) == 0;  // nobody will follow
+  });
+  if (is_known() && of.backup != nullptr) return {known, of.backup->name, ""};
+  return {of.alive && of.near != nullptr ? of.near->turn : known, of.name, of.near == nullptr ? "" : of.near->address};
+}
+
+bool Client::is_near(std::uint32_t server) const {
+  const Lock lock(mutex_);
+  return peer(server).near != nullptr;
+}
+
+// ---- Backups that are reached by TCP ------------------------------------------------------------------------------
+
+std::uint32_t Client::address_of(std::uint32_t server, std::uint32_t replica) const {
+  return static_cast<std::uint32_t>(server + replica * servers_);
+}
+
+bool Client::may_turn(const Peer& of) const { return !of.next.empty() || seeks_; }
+
+void Client::seek() {
+  const Lock lock(mutex_);
+  seeks_ = true;
+  open_wire();
+}
+
+// If requests have no replica to go to, they go to this one at once. Otherwise it is queued behind the replicas that
+// this worker has not turned to yet: one of those may be the server that this is the backup of.
+void Client::attach_far_backup(std::uint32_t server, const std::string& name, std::uint32_t replica) {
+  const Lock lock(mutex_);
+  Peer& of = peer(server);
+  of.next.emplace_back(address_of(server, replica), name);
+  open_wire();
+  if (of.alive && of.near == nullptr && of.address == kNobody) take_next(of);
+}
+
+void Client::take_next(Peer& of) {
+  of.address = kNobody;
+  if (of.next.empty()) return;
+  std::tie(of.address, of.name) = of.next.front();
+  of.next.pop_front();
+}
+
+void Client::give_up(std::uint32_t server, const std::string& why) {
+  const Lock lock(mutex_);
+  const Peer& of = peer(server);
+  if (of.alive && of.near == nullptr && of.address == kNobody) lose(server, why);
+}
+
+std::vector<std::int64_t> Client::asks(std::uint32_t server) {
+  Hold hold(*this);
+  if (wire_ != nullptr) wire_->connections().progress();
+  take_replies();
+  look_for_ended();
+  const Peer& of = peer(server);
+  if (!of.alive) return {};
+  const auto replica = [&](std::uint32_t address) { return static_cast<std::int64_t>(address / servers_); };
+  std::vector<std::int64_t> found{of.address == kNobody ? -1 : replica(of.address)};
+  for (const auto& [address, name] : of.next) found.push_back(replica(address));
+  return found;
+}
+
+// Called when the server has ended or is out of reach. Queues all unanswered requests again, for the next replica if
+// one is known, or until one is. That replica need not have taken over yet.
+void Client::turn_to_far_backup(std::uint32_t server) {
+  Peer& to = peer(server);
+  take_replies();  // the last ones of this server
+  const bool was_near = to.near != nullptr;
+  const std::vector<Request> again = to.session.unanswered();
+  if (!was_near)
+    for (const Request& request : again) wire_->forget(to.address, request.number);
+  to.near = nullptr;
+  take_next(to);
+  for (Item& item : to.queue) item.sent = 0;  // only the server has what was sent
+  for (auto request = again.rbegin(); request != again.rend(); ++request) {
+    Item item{to.calls.at(request->number), *request};
+    item.tag = ++tags_;
+    to.queue.push_front(std::move(item));
+  }
+  feed(server);
+}
+
+// Handles servers and backups that are out of reach.
+void Client::take_lost() {
+  if (wire_ == nullptr) return;
+  for (const auto& [address, why] : wire_->take_lost()) {
+    const auto server = static_cast<std::uint32_t>(address % servers_);
+    Peer& of = *peers_[server];
+    std::erase_if(of.next, [&](const auto& each) { return each.first == address; });
+    if (!of.alive || of.near != nullptr || of.address != address) continue;
+    if (may_turn(of))
+      turn_to_far_backup(server);
+    else
+      lose(server, why);
+  }
+}
+
+}  // namespace ringreduce::parameter_server
