@@ -25,7 +25,7 @@ Error own(const Error& error) { return Error(error.kind(), std::string(error.wha
 }  // namespace
 
 Mailbox::Mailbox(std::shared_ptr<Team> team, const Patience& patience)
-    : team_(std::move(team)), patience_(patience), peers_(static_cast<std::size_t>(team_->size())) {}
+    : team_(std::move(team)), patience_(patience), pairs_(static_cast<std::size_t>(team_->size())) {}
 
 Mailbox::~Mailbox() { stop(Error(ErrorKind::aborted, "the group was destroyed before the message was done")); }
 
@@ -68,7 +68,7 @@ void Mailbox::post(const std::shared_ptr<Message>& message) {
     message->posted = now();
     all_.push_back(message);
     if (message->sends)
-      peers_[static_cast<std::size_t>(message->peer)].sends.push_back(message);
+      pairs_[static_cast<std::size_t>(message->peer)].sends.push_back(message);
     else if (!deliver_set_aside(message))
       receives_.push_back(message);
     while (progress()) {
@@ -80,30 +80,35 @@ void Mailbox::post(const std::shared_ptr<Message>& message) {
   finish(std::move(finished));
 }
 
-void Mailbox::wait(const std::shared_ptr<Message>& message, Nanoseconds patience) {
+// Moves messages until `ends()`, which is asked under the lock. `check` is called without it.
+template <class Ends, class Check>
+void Mailbox::move_until(std::unique_lock<std::mutex>& lock, Ends ends, Check check) {
   Waiting waiting(team_->control(team_->rank()).for_messages, patience_, team_->links());
-  while (true) {
-    bool moved = false, done = false;
+  for (bool ended = false; !ended; lock.lock()) {
+    const bool moved = progress();
+    ended = ends();
     std::vector<std::shared_ptr<Message>> finished;
-    {
-      std::lock_guard lock(mutex_);
-      moved = progress();
-      done = message->done;
-      finished.swap(finished_);
-    }
+    finished.swap(finished_);
+    lock.unlock();
     finish(std::move(finished));
-    if (done) break;
     if (moved)
       waiting.moved();
-    else
-      waiting.idle(kAwaitsAll, [&](Nanoseconds waited) {
+    else if (!ended)
+      waiting.idle(kAwaitsAll, check);
+  }
+}
+
+void Mailbox::wait(const std::shared_ptr<Message>& message, Nanoseconds patience) {
+  std::unique_lock lock(mutex_);
+  move_until(
+      lock, [&] { return message->done; },
+      [&](Nanoseconds waited) {
         look();
-        std::lock_guard lock(mutex_);
+        const std::lock_guard relock(mutex_);
         if (waited >= patience && !message->done)
           throw Error(ErrorKind::timeout,
                       title(*message) + ": not done after the " + in_seconds(waited) + " that wait() was given");
       });
-  }
   if (message->error) throw own(*message->error);
 }
 
@@ -111,22 +116,9 @@ void Mailbox::wait(const std::shared_ptr<Message>& message, Nanoseconds patience
 void Mailbox::drive() {
   std::unique_lock lock(mutex_);
   while (true) {
-    const auto pending = [&] { return !all_.empty() || !finished_.empty(); };
-    work_.wait(lock, [&] { return stopping_ || pending(); });
+    work_.wait(lock, [&] { return stopping_ || !all_.empty() || !finished_.empty(); });
     if (stopping_) return;
-    Waiting waiting(team_->control(team_->rank()).for_messages, patience_, team_->links());
-    while (pending() && !stopping_) {
-      const bool moved = progress();
-      std::vector<std::shared_ptr<Message>> finished;
-      finished.swap(finished_);
-      lock.unlock();
-      finish(std::move(finished));
-      if (moved)
-        waiting.moved();
-      else
-        waiting.idle(kAwaitsAll, [&](Nanoseconds) { look(); });
-      lock.lock();
-    }
+    move_until(lock, [&] { return stopping_ || all_.empty(); }, [&](Nanoseconds) { look(); });
   }
 }
 
@@ -139,9 +131,9 @@ void Mailbox::stop(const Error& error) {
     ending.swap(driver_);
     while (!all_.empty()) complete(*all_.back(), own(error));
     receives_.clear();
-    for (Peer& peer : peers_) {
-      peer.sends.clear();
-      peer.arriving.reset();
+    for (Pair& pair : pairs_) {
+      pair.sends.clear();
+      pair.arriving.reset();
     }
     finished.swap(finished_);
   }
@@ -222,12 +214,12 @@ std::string Mailbox::check() {
 
 void Mailbox::withdraw(const std::shared_ptr<Message>& m, const Error& error) {
   receives_.remove(m);
-  for (Peer& peer : peers_) {
-    std::erase(peer.sends, m);
-    if (peer.arriving && peer.arriving->receive == m) {  // the rest of it goes aside
-      peer.arriving->receive = nullptr;
-      peer.arrived.push_back(std::move(*peer.arriving));
-      peer.arriving.reset();
+  for (Pair& pair : pairs_) {
+    std::erase(pair.sends, m);
+    if (pair.arriving && pair.arriving->receive == m) {  // the rest of it goes aside
+      pair.arriving->receive = nullptr;
+      pair.arrived.push_back(std::move(*pair.arriving));
+      pair.arriving.reset();
     }
   }
   complete(*m, error);
@@ -237,10 +229,10 @@ bool Mailbox::progress() {
   bool moved = false;
   try {
     for (int r = 0; r < team_->size(); ++r) {
-      Peer& peer = peers_[static_cast<std::size_t>(r)];
+      Pair& pair = pairs_[static_cast<std::size_t>(r)];
       if (r == team_->rank()) continue;
-      while (send_some(r, peer)) moved = true;
-      while (receive_some(r, peer)) moved = true;
+      while (send_some(r, pair)) moved = true;
+      while (receive_some(r, pair)) moved = true;
     }
   } catch (const Error& error) {
     team_->fate().abort(error);  // check() ends all messages
@@ -251,13 +243,13 @@ bool Mailbox::progress() {
   return moved;
 }
 
-bool Mailbox::send_some(int rank, Peer& peer) {
-  if (peer.sends.empty()) return false;
-  Message& m = *peer.sends.front();
+bool Mailbox::send_some(int rank, Pair& pair) {
+  if (pair.sends.empty()) return false;
+  Message& m = *pair.sends.front();
   const Geometry& g = team_->geometry();
-  MessageHeader& slot = team_->region(team_->rank()).message(rank, peer.sent);
+  MessageHeader& slot = team_->region(team_->rank()).message(rank, pair.sent);
   // The slot's previous content, of stamp sent + 1 - depth, must have been consumed.
-  if (peer.sent >= g.mailbox_depth && slot.consumed.load(std::memory_order_seq_cst) < peer.sent + 1 - g.mailbox_depth)
+  if (pair.sent >= g.mailbox_depth && slot.consumed.load(std::memory_order_seq_cst) < pair.sent + 1 - g.mailbox_depth)
     return false;
   const std::size_t n = std::min<std::size_t>(m.bytes - m.moved, g.mailbox_slot_bytes);
   slot.message_bytes = m.bytes;
@@ -268,31 +260,31 @@ bool Mailbox::send_some(int rank, Peer& peer) {
   if (team_->elsewhere(rank) || n < kernels::kLeastStreamed)
     std::copy_n(m.data + m.moved, n, slot.payload());
   else
-    fill(peer, slot, m.data + m.moved, n);
-  slot.stamp.store(++peer.sent, std::memory_order_release);
-  team_->peer(rank).message_filled(peer.sent - 1);
+    fill(pair, slot, m.data + m.moved, n);
+  slot.stamp.store(++pair.sent, std::memory_order_release);
+  team_->peer(rank).message_filled(pair.sent - 1);
   m.moved += n;
   if (m.moved == m.bytes) {
     complete(m);
-    peer.sends.pop_front();
+    pair.sends.pop_front();
   }
   return true;
 }
 
 // Copies to a slot through the caches or past them: whichever has just been faster for both sides.
-void Mailbox::fill(Peer& peer, MessageHeader& slot, const std::byte* from, std::size_t bytes) const {
+void Mailbox::fill(Pair& pair, MessageHeader& slot, const std::byte* from, std::size_t bytes) const {
   const std::size_t depth = team_->geometry().mailbox_depth;
-  peer.puts.resize(depth);
-  Put& put = peer.puts[peer.sent % depth];
+  pair.puts.resize(depth);
+  Put& put = pair.puts[pair.sent % depth];
   const std::uint32_t taken = slot.taken;
   if (put.timed && taken != MessageHeader::kNotTimed) {
     // Slots of both kinds are under way at a time, so their times differ less than those of whole messages do. Past the
     // caches is right only where it is much faster.
     const Nanoseconds spent = put.spent + taken;
-    peer.ways[put.size_class].note(put.copy, put.copy == streamed ? spent * 4 / 3 : spent);
+    pair.ways[put.size_class].note(put.copy, put.copy == streamed ? spent * 4 / 3 : spent);
   }
   put.size_class = std::bit_width(bytes);
-  const auto [copy, timed, trial] = peer.ways[put.size_class].next();
+  const auto [copy, timed, trial] = pair.ways[put.size_class].next();
   const Nanoseconds begun = timed ? now() : 0;
   if (copy == cached)
     std::copy_n(from, bytes, slot.payload());
@@ -335,13 +327,13 @@ void Mailbox::begin(Arrival& arrival, int source) {
   }
 }
 
-bool Mailbox::receive_some(int rank, Peer& peer) {
+bool Mailbox::receive_some(int rank, Pair& pair) {
   const Geometry& g = team_->geometry();
-  MessageHeader& slot = team_->region(rank).message(team_->rank(), peer.received);
-  if (slot.stamp.load(std::memory_order_seq_cst) != peer.received + 1) return false;
+  MessageHeader& slot = team_->region(rank).message(team_->rank(), pair.received);
+  if (slot.stamp.load(std::memory_order_seq_cst) != pair.received + 1) return false;
 
   const bool continues =
-      peer.arriving || (!peer.arrived.empty() && peer.arrived.back().moved < peer.arrived.back().bytes);
+      pair.arriving || (!pair.arrived.empty() && pair.arrived.back().moved < pair.arrived.back().bytes);
   if (!continues) {
     const std::uint32_t dtype = slot.dtype;
     if (dtype >= kDTypeCount) throw Error(ErrorKind::mismatch, "a message with an unknown dtype arrived", rank);
@@ -356,32 +348,32 @@ bool Mailbox::receive_some(int rank, Peer& peer) {
     if (differ(team_->control(team_->rank()), team_->control(rank))) throw different_calls(*team_, rank, "recv");
     if (arrival.receive) {
       begin(arrival, rank);
-      peer.arriving = std::move(arrival);
+      pair.arriving = std::move(arrival);
     } else {
-      peer.arrived.push_back(std::move(arrival));
+      pair.arrived.push_back(std::move(arrival));
     }
   }
 
-  Arrival& arrival = peer.arriving ? *peer.arriving : peer.arrived.back();
+  Arrival& arrival = pair.arriving ? *pair.arriving : pair.arrived.back();
   const std::size_t n = slot.bytes;
   if (n > g.mailbox_slot_bytes || n > arrival.bytes - arrival.moved)
     throw Error(ErrorKind::mismatch, "a message longer than announced arrived", rank);
   // Grows with what comes: how much was announced is the peer's word.
-  if (!peer.arriving) arrival.aside.resize(arrival.moved + n);
-  std::byte* to = peer.arriving ? (arrival.receive ? arrival.receive->data : nullptr) : arrival.aside.data();
+  if (!pair.arriving) arrival.aside.resize(arrival.moved + n);
+  std::byte* to = pair.arriving ? (arrival.receive ? arrival.receive->data : nullptr) : arrival.aside.data();
   const bool timed = slot.timed != 0 && arrival.receive;
   const Nanoseconds begun = timed ? now() : 0;
   if (to != nullptr && n > 0) std::memcpy(to + arrival.moved, slot.payload(), n);
   if (timed) slot.taken = static_cast<std::uint32_t>(std::min<Nanoseconds>(now() - begun, MessageHeader::kNotTimed));
-  slot.consumed.store(++peer.received, std::memory_order_release);
-  team_->peer(rank).message_read(peer.received - 1);
+  slot.consumed.store(++pair.received, std::memory_order_release);
+  team_->peer(rank).message_read(pair.received - 1);
   arrival.moved += n;
   if (arrival.receive) arrival.receive->moved = arrival.moved;
 
   if (arrival.moved == arrival.bytes) {
-    if (peer.arriving) {
+    if (pair.arriving) {
       if (arrival.receive) complete(*arrival.receive);
-      peer.arriving.reset();
+      pair.arriving.reset();
     } else if (auto receive = take_receive(rank, arrival.tag)) {  // posted while it was set aside
       if (!deliver_set_aside(receive)) receives_.push_front(receive);
     }
@@ -393,7 +385,7 @@ bool Mailbox::receive_some(int rank, Peer& peer) {
 bool Mailbox::deliver_set_aside(const std::shared_ptr<Message>& receive) {
   for (int r = 0; r < team_->size(); ++r) {
     if (receive->peer != kAnySource && receive->peer != r) continue;
-    auto& arrived = peers_[static_cast<std::size_t>(r)].arrived;
+    auto& arrived = pairs_[static_cast<std::size_t>(r)].arrived;
     for (auto it = arrived.begin(); it != arrived.end(); ++it) {
       if (it->tag != receive->tag) continue;
       if (it->moved < it->bytes) break;  // still arriving: receive_some ends it

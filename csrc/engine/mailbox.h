@@ -88,7 +88,8 @@ class Mailbox {
     std::vector<std::byte> aside;      // where it goes while no receive wants it
     std::shared_ptr<Message> receive;  // or the receive it goes to
   };
-  struct Peer {
+  // The messages between this rank and one peer.
+  struct Pair {
     std::uint64_t sent = 0, received = 0;  // slots
     std::deque<std::shared_ptr<Message>> sends;
     std::map<int, Fastest<2>> ways;   // Copy, by the bytes in a slot up to a factor of two
@@ -99,9 +100,9 @@ class Mailbox {
 
   bool progress();
   void finish(std::vector<std::shared_ptr<Message>> finished);
-  bool send_some(int rank, Peer& peer);
-  void fill(Peer& peer, MessageHeader& slot, const std::byte* from, std::size_t bytes) const;
-  bool receive_some(int rank, Peer& peer);
+  bool send_some(int rank, Pair& pair);
+  void fill(Pair& pair, MessageHeader& slot, const std::byte* from, std::size_t bytes) const;
+  bool receive_some(int rank, Pair& pair);
   bool deliver_set_aside(const std::shared_ptr<Message>& receive);
   std::shared_ptr<Message> take_receive(int source, std::uint64_t tag);
   bool wanted_from(int source) const;
@@ -112,14 +113,16 @@ class Mailbox {
   std::string whom(const Message& message) const;
   std::string warning(Nanoseconds t);
   void withdraw(const std::shared_ptr<Message>& message, const Error& error);
+  template <class Ends, class Check>
+  void move_until(std::unique_lock<std::mutex>& lock, Ends ends, Check check);
   void drive();
 
   const std::shared_ptr<Team> team_;
   const Patience patience_;
   std::mutex mutex_;
   std::condition_variable work_;
-  Standstill standstill_;  // time that no message's timeout counts
-  std::vector<Peer> peers_;
+  Standstill standstill_;                           // time that no message's timeout counts
+  std::vector<Pair> pairs_;                         // by peer
   std::list<std::shared_ptr<Message>> receives_;    // posted, not matched, oldest first
   std::vector<std::shared_ptr<Message>> finished_;  // done; on_done still to be called, without the lock
   std::vector<std::shared_ptr<Message>> all_;       // every message that is not done, oldest first

@@ -337,22 +337,14 @@ void Connections::hand_over(bool sleeps) {
   const bool at_once = sleeps || !sent();
   last_polled_.store(at_once ? 0 : now(), std::memory_order_seq_cst);
   pollers_.fetch_sub(1, std::memory_order_seq_cst);
-  if (!at_once) return;
-  if (parked_.load(std::memory_order_seq_cst)) unpark();
-}
-
-void Connections::unpark() {
-  {
-    std::lock_guard lock(parking_);  // or the thread could be between its look and its sleep
-  }
-  unpark_.notify_all();
+  if (at_once) taken_over_.ring();
 }
 
 void Connections::wake() {
   woken_.store(true, std::memory_order_seq_cst);
   const std::uint64_t one = 1;
   [[maybe_unused]] const ssize_t written = write(waker_, &one, sizeof one);
-  unpark();
+  taken_over_.ring();
 }
 
 void Connections::drive() {
@@ -361,16 +353,14 @@ void Connections::drive() {
            now() - last_polled_.load(std::memory_order_relaxed) < kParked;
   };
   while (!stopping_) {
+    const std::uint32_t seen = taken_over_.rings.load(std::memory_order_seq_cst);
     // Whatever woke it, and before it looks at `woken_`: wake() sets that first and writes then, so what is not seen
     // now wakes the thread again.
     std::uint64_t count = 0;
     [[maybe_unused]] const ssize_t got = read(waker_, &count, sizeof count);
     if (woken_.exchange(false)) user_.attend(true);
     if (others_look()) {
-      std::unique_lock lock(parking_);
-      parked_.store(true, std::memory_order_seq_cst);
-      unpark_.wait_for(lock, std::chrono::nanoseconds(kParked), [&] { return stopping_ || woken_ || !others_look(); });
-      parked_.store(false, std::memory_order_seq_cst);
+      taken_over_.sleep(seen, kParked);
       continue;
     }
     send_held();

@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "core/clock.h"
+#include "core/doorbell.h"
 #include "transport/connection.h"
 
 namespace ringreduce {
@@ -129,7 +130,6 @@ class Connections {
   void believe_leave(int peer, Link& link);
   void discard(Link& link);
   void break_link(int peer, Link& link, const std::string& why);
-  void unpark();
   void drive();
   void say_goodbye();
 
@@ -144,9 +144,8 @@ class Connections {
   std::atomic<Nanoseconds> last_polled_ = 0;
   bool closed_ = false;
 
-  std::mutex parking_;
-  std::condition_variable unpark_;
-  std::atomic<bool> parked_ = false, woken_ = false, stopping_ = false;
+  Doorbell taken_over_{};  // where the thread sleeps while others poll
+  std::atomic<bool> woken_ = false, stopping_ = false;
   std::thread driver_;
   std::once_flag left_;
 };

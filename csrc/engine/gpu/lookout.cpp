@@ -8,9 +8,7 @@ Lookout::Lookout(GpuEngine& engine, bool busy)
     : engine_(engine), busy_(busy), thread_(start_thread([this] { run(); })) {}
 
 void Lookout::set_busy(bool busy) {
-  std::lock_guard lock(mutex_);
-  if (busy && !busy_) changed_.notify_all();
-  busy_ = busy;
+  if (!busy_.exchange(busy) && busy) changed_.ring();
 }
 
 void Lookout::look() {
@@ -19,21 +17,16 @@ void Lookout::look() {
 }
 
 void Lookout::run() {
-  std::unique_lock lock(mutex_);
   while (!stopping_) {
-    lock.unlock();
+    const std::uint32_t seen = changed_.rings.load(std::memory_order_seq_cst);
     look();
-    lock.lock();
-    if (!stopping_) changed_.wait_for(lock, busy_ ? kBusy : kIdle);
+    if (!stopping_) changed_.sleep(seen, nanoseconds(busy_ ? kBusy : kIdle));
   }
 }
 
 void Lookout::stop() {
-  {
-    std::lock_guard lock(mutex_);
-    stopping_ = true;
-    changed_.notify_all();
-  }
+  stopping_ = true;
+  changed_.ring();
   if (thread_.joinable()) thread_.join();
 }
 

@@ -5,11 +5,12 @@
 // the engine's look() has to (NcclEngine, to abort communicators).
 #pragma once
 
+#include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <mutex>
 #include <thread>
 
+#include "core/doorbell.h"
 #include "engine/gpu/gpu_engine.h"
 
 namespace ringreduce {
@@ -35,9 +36,9 @@ class Lookout {
   void run();
 
   GpuEngine& engine_;
-  std::mutex looking_, mutex_;
-  std::condition_variable changed_;
-  bool busy_, stopping_ = false;
+  std::mutex looking_;
+  Doorbell changed_{};
+  std::atomic<bool> busy_, stopping_ = false;
   std::thread thread_;
 };
 
