@@ -1,5 +1,5 @@
 // A rank's engine: the plans of a group, the choice among them, and the life of a call. How data moves between ranks is
-// for those who implement it: shared_memory_engine.h, point_to_point_engine.h.
+// for those who implement it: slot_engine.h, point_to_point_engine.h.
 //
 // Calls of one engine must come one at a time (the process group's queue sees to it) and in the same order on every
 // rank. There is no process-wide state: several ranks may live in one process, each with an engine of its own.

@@ -46,7 +46,7 @@ class Placement {
   int home() const { return home_; }
 
   // For every call to begin with, in the thread that runs it.
-  void settle() {
+  void go_home_if_crowded() {
     if (near_.size() < 2) return;
     std::atomic<std::int32_t>& core = team_.control(team_.rank()).core;
     const int here = sched_getcpu();
@@ -85,7 +85,7 @@ class Placement {
   // Beside 2 looks in every case, all_reduce of 64 bytes took 0.97, 0.98 and 0.84 of the time with 4, 8 and 16 ranks
   // (the slowest rank's median, groups in turns, 2026-11-28), and as a mean 0.96, 0.89 and 0.89.
   static constexpr int kLooksAtOtherCores = 50;
-  // If a mate has moved since the latest search, nothing but time is lost.
+  // The list of mates may be stale: then this rank yields to the wrong rank, or keeps the core from the right one.
   static constexpr int kCallsBetweenSearches = 256;
 
   // A rank that has not said yet where it is counts as a mate, and is looked for again in the next call.

@@ -12,7 +12,7 @@
 #include "engine/history.h"
 #include "engine/monitored_barrier.h"
 #include "engine/point_to_point_engine.h"
-#include "engine/shared_memory_engine.h"
+#include "engine/slot_engine.h"
 #include "process_group/arena_allocator.h"
 #include "process_group/gil.h"
 #include "process_group/no_calls.h"
@@ -39,7 +39,7 @@ void warn_of(const std::optional<Error>& error) {
 }  // namespace
 
 ProcessGroupRing::ProcessGroupRing(std::shared_ptr<Team> team, Settings settings)
-    : ProcessGroupRing(std::make_shared<SharedMemoryEngine>(team, settings.engine), settings) {
+    : ProcessGroupRing(std::make_shared<SlotEngine>(team, settings.engine), settings) {
   running_->team = team_ = team;
   shared_->mailbox = std::make_shared<Mailbox>(std::move(team), settings_.engine.patience);
 }

@@ -10,7 +10,7 @@
 
 #include "engine/mailbox.h"
 #include "engine/queue.h"
-#include "engine/shared_memory_engine.h"
+#include "engine/slot_engine.h"
 #include "transport/arena.h"
 
 namespace ringreduce::stress {
@@ -30,7 +30,7 @@ struct Rank {
   Rank(std::shared_ptr<Team> its_team, std::shared_ptr<Arena> its_arena);
 
   std::shared_ptr<Team> team;
-  SharedMemoryEngine engine;
+  SlotEngine engine;
   Mailbox mailbox;
   std::shared_ptr<Arena> arena;
   int all_reduce_plans = 0;  // numbers 0, 1, ... of the engine; a broadcast needs no choice
@@ -91,6 +91,7 @@ void stress_life_mark();
 [[noreturn]] void hold_life_marks(int memfd, int removed, int ready);
 void stress_arena(const std::string& only = "");
 void stress_parameter_server();
+void stress_parameter_server_nonsense();
 void stress_parameter_server_backups();
 void stress_mixed(int seconds);
 

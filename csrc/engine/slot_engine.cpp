@@ -1,4 +1,4 @@
-#include "engine/shared_memory_engine.h"
+#include "engine/slot_engine.h"
 
 #include <algorithm>
 #include <atomic>
@@ -34,7 +34,7 @@ std::uint64_t next_number() {
 
 }  // namespace
 
-SharedMemoryEngine::SharedMemoryEngine(std::shared_ptr<Team> team, const Options& options)
+SlotEngine::SlotEngine(std::shared_ptr<Team> team, const Options& options)
     : Engine(team->rank(), team->size(), static_cast<int>(team->geometry().channels), options,
              team->geometry().slot_bytes),
       team_(std::move(team)),
@@ -49,10 +49,10 @@ SharedMemoryEngine::SharedMemoryEngine(std::shared_ptr<Team> team, const Options
   }
 }
 
-int SharedMemoryEngine::reporter() const { return team_->fate().reporter(); }
+int SlotEngine::reporter() const { return team_->fate().reporter(); }
 
 // The call bound to its tensors: one of the latest calls, if it was the same.
-const BoundCall& SharedMemoryEngine::bind(const Call& call, const Buffers& buffers, Way way) {
+const BoundCall& SlotEngine::bind(const Call& call, const Buffers& buffers, Way way) {
   if (std::exchange(choices_bound_, choices_made()) != choices_made()) bound_.clear();
   for (const BoundCall& known : bound_)
     if (known.serves(call, buffers, way)) return known;
@@ -66,7 +66,7 @@ const BoundCall& SharedMemoryEngine::bind(const Call& call, const Buffers& buffe
 
 // The kernel gives memory page by page when it is first touched. That must not be taken for slow copies, so slots are
 // touched before ways are compared.
-void SharedMemoryEngine::populate(const BoundCall& bound) {
+void SlotEngine::populate(const BoundCall& bound) {
   const Geometry& geometry = team_->geometry();
   const std::size_t bytes =
       lesser(geometry.slot_bytes, std::max<std::size_t>(bound.largest(), bound.spread_bytes() / geometry.depth));
@@ -76,102 +76,47 @@ void SharedMemoryEngine::populate(const BoundCall& bound) {
     for (std::uint64_t seq = 0; seq < geometry.depth; ++seq) team_->own().populate(channel, seq, bytes);
 }
 
-Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
-  team_->fate().throw_if_aborted();
+// Binds the call, and takes what else it needs before others are told of it.
+SlotEngine::Prepared SlotEngine::prepare(const Call& call, const Buffers& buffers) {
   const std::size_t bytes = bytes_of(call);
   const bool is_small = bytes < std::min(kernels::kLeastStreamed, options().least_fetch_bytes);
-  bool timed = false, feeds_back = false;
-  std::uint64_t rounding = 0;
-  std::vector<float> rests;
-  const BoundCall& bound = or_tell_the_others(call, [&]() -> const BoundCall& {
-    const auto [way, timed_if_choice] = is_small ? std::pair(Way::copy, false) : ways_.next(call, bytes);
-    const BoundCall& found = bind(call, buffers, way);
-    timed = timed_if_choice && found.has_choice();
-    feeds_back = call.feedback != nullptr && found.packing() != Packing::none;
-    if (feeds_back) {
-      // Rests belong to the places where this plan rounds in this group, and to what it makes there.
-      rounding = mix(mix(mix(number_, found.program().digest), call.count),
-                     static_cast<std::uint64_t>(call.reduce_op) << 32 | static_cast<std::uint64_t>(call.packing));
-      // If the call fails they are lost: they would be those of some of its values only.
-      rests = call.feedback->take(rounding, found.rounded());
-    }
-    placement_.settle();
-    return found;
-  });
-  const Program& program = bound.program();
-  const bool by_mates = options().looks_by_mates && bytes < kernels::kLeastStreamed && !has_root(call.operation);
+  const auto [way, timed] = is_small ? std::pair(Way::copy, false) : ways_.next(call, bytes);
+  const BoundCall& bound = bind(call, buffers, way);
+  Prepared prepared{.bound = bound, .timed = timed && bound.has_choice()};
+  if (call.feedback != nullptr && bound.packing() != Packing::none) {
+    // Rests belong to the places where this plan rounds in this group, and to what it makes there.
+    prepared.rounding =
+        mix(mix(mix(number_, bound.program().digest), call.count),
+            static_cast<std::uint64_t>(call.reduce_op) << 32 | static_cast<std::uint64_t>(call.packing));
+    // If the call fails they are lost: they would be those of some of its values only.
+    prepared.rests = call.feedback->take(prepared.rounding, bound.rounded());
+  }
+  placement_.go_home_if_crowded();
+  return prepared;
+}
+
+Tally SlotEngine::run(const Call& call, const Buffers& buffers) {
+  team_->fate().throw_if_aborted();
+  Prepared prepared = or_tell_the_others(call, [&] { return prepare(call, buffers); });
 
   RankControl& own = team_->control(team_->rank());
   const std::uint64_t seq = next_call();
-  const CallHeader header = header_of(call, seq, program.digest, history_);
-  const std::uint64_t id = history_ = header.fingerprint;
+  const CallHeader header = header_of(call, seq, prepared.bound.program().digest, history_);
+  history_ = header.fingerprint;
   own.waiting_for.store(-1, std::memory_order_relaxed);
   record(own, header, call.op);
 
-  Links* const links = team_->links();
-  Waiting waiting(own.for_calls, options().patience, links);
-  Nanoseconds spent = 0;
-  Execution execution(*team_, bound, workspace_, call, id,
-                      feeds_back ? reinterpret_cast<std::byte*>(rests.data()) : nullptr, timed);
+  Waiting waiting(own.for_calls, options().patience, team_->links());
+  Execution execution(*team_, prepared.bound, workspace_, call, history_,
+                      prepared.rests ? reinterpret_cast<std::byte*>(prepared.rests->data()) : nullptr, prepared.timed);
   const auto fail = [&](const Error& error) {
     team_->fate().abort(error);  // first, so that a peer that fails because of what follows finds the reason
     team_->fate().fail(seq);
     execution.shut_out_peers();
   };
-  const auto advance = [&] {
-    try {
-      return execution.advance();
-    } catch (const Error& error) {
-      if (error.kind() == ErrorKind::mismatch) throw;
-      throw Error(error.kind(), title(call, seq) + ": " + error.what(), error.culprit());
-    }
-  };
-  const auto patience = [&] {
-    Patience its = options().patience;
-    if (by_mates) its.looks = placement_.looks_before_yield(seq, execution.awaits());
-    return its;
-  };
   try {
-    if (links != nullptr) reach(call, program, title(call, seq));
-    const auto check_on_peers = [&](Nanoseconds waited) {
-      own.waiting_for.store(execution.blocked_on(), std::memory_order_relaxed);
-      own.heartbeat.store(now(), std::memory_order_release);
-      look(call, seq, execution, waited);
-    };
-    try {
-      while (true) {
-        const bool came = links != nullptr && links->progress();
-        const bool moved = advance() || came;
-        if (execution.done()) break;
-        if (moved)
-          waiting.moved();
-        else
-          waiting.idle(execution.awaits(), check_on_peers, patience());
-      }
-      const Nanoseconds moved = timed ? now() : 0;
-      // Lent memory must not change before it is read. And what a root sent over links is lost if its process ends
-      // before the peers have read it, unlike what is in slots.
-      const bool rooted = links != nullptr && has_root(call.operation);
-      if (rooted) links->send_held();
-      if (execution.lent() > 0 || rooted)
-        while (!execution.all_read(rooted)) waiting.idle(execution.awaits(), check_on_peers);
-      // All peers have come by now, so this wait is for what they have to do because this rank lends.
-      if (timed) spent = execution.moved_for() + now() - moved;
-      if (execution.sends_away())
-        while (!links->sent()) waiting.idle(kAwaitsAll, check_on_peers);
-      waiting.moved();
-      execution.check_memory();
-      // A rank that failed in this call may have changed what it lent before it was read, here or by those whose data
-      // came here. It said so before it could: what was read counts only if nobody has. The reason is the group's, by
-      // way of fail().
-      if (team_->fate().failed(seq)) throw Error(ErrorKind::aborted, title(call, seq) + ": another rank gave it up");
-    } catch (const Error& error) {
-      team_->fate().throw_if_aborted();  // which may be what was thrown, and explains itself
-      if (error.kind() == ErrorKind::mismatch) throw_mismatch(call, seq, error.culprit());
-      throw;
-    }
+    carry_out(call, seq, prepared, execution, waiting);
     execution.finish();
-    if (timed) ways_.note(call, bytes, bound.way(), spent);
   } catch (const Error& error) {
     fail(error);
     team_->fate().throw_if_aborted();  // the group's first error, which need not be this one
@@ -180,7 +125,7 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
     fail(Error(ErrorKind::system, title(call, seq) + ": " + error.what(), team_->rank()));
     throw;
   }
-  if (feeds_back) call.feedback->put(rounding, std::move(rests));
+  if (prepared.rests) call.feedback->put(prepared.rounding, std::move(*prepared.rests));
   own.completed.store(seq, std::memory_order_release);
   if (const int culprit = execution.failed_on(); culprit >= 0)
     throw Error(ErrorKind::operator_failed,
@@ -190,8 +135,72 @@ Tally SharedMemoryEngine::run(const Call& call, const Buffers& buffers) {
   return {waiting.waited(), execution.lent()};
 }
 
+// Moves the call's data; returns when its tensors may change.
+void SlotEngine::carry_out(const Call& call, std::uint64_t seq, const Prepared& prepared, Execution& execution,
+                           Waiting& waiting) {
+  Links* const links = team_->links();
+  if (links != nullptr) reach(call, prepared.bound.program(), title(call, seq));
+  const auto check_on_peers = [&](Nanoseconds waited) {
+    RankControl& own = team_->control(team_->rank());
+    own.waiting_for.store(execution.blocked_on(), std::memory_order_relaxed);
+    own.heartbeat.store(now(), std::memory_order_release);
+    look(call, seq, execution, waited);
+  };
+  try {
+    move(call, seq, execution, waiting, check_on_peers);
+    const Nanoseconds moved = prepared.timed ? now() : 0;
+    // Lent memory must not change before it is read. And what a root sent over links is lost if its process ends before
+    // the peers have read it, unlike what is in slots.
+    const bool rooted = links != nullptr && has_root(call.operation);
+    if (rooted) links->send_held();
+    if (execution.lent() > 0 || rooted)
+      while (!execution.all_read(rooted)) waiting.idle(execution.awaits(), check_on_peers);
+    // All peers have come by now, so this wait is for what they have to do because this rank lends.
+    if (prepared.timed) ways_.note(call, bytes_of(call), prepared.bound.way(), execution.moved_for() + now() - moved);
+    if (execution.sends_away())
+      while (!links->sent()) waiting.idle(kAwaitsAll, check_on_peers);
+    waiting.moved();
+    execution.check_memory();
+    // A rank that fails says so before its tensor may change. If none has by now, what was read here, and by those
+    // whose data came here, had not changed. The reason is the group's, by way of run().
+    if (team_->fate().failed(seq)) throw Error(ErrorKind::aborted, title(call, seq) + ": another rank gave it up");
+  } catch (const Error& error) {
+    team_->fate().throw_if_aborted();  // which may be what was thrown, and explains itself
+    if (error.kind() == ErrorKind::mismatch) throw_mismatch(call, seq, error.culprit());
+    throw;
+  }
+}
+
+template <class Check>
+void SlotEngine::move(const Call& call, std::uint64_t seq, Execution& execution, Waiting& waiting,
+                      const Check& check_on_peers) {
+  Links* const links = team_->links();
+  const bool by_mates =
+      options().looks_by_mates && bytes_of(call) < kernels::kLeastStreamed && !has_root(call.operation);
+  Patience patience = options().patience;
+  const auto advance = [&] {
+    try {
+      return execution.advance();
+    } catch (const Error& error) {
+      if (error.kind() == ErrorKind::mismatch) throw;
+      throw Error(error.kind(), title(call, seq) + ": " + error.what(), error.culprit());
+    }
+  };
+  while (true) {
+    const bool came = links != nullptr && links->progress();
+    const bool moved = advance() || came;
+    if (execution.done()) return;
+    if (moved) {
+      waiting.moved();
+      continue;
+    }
+    if (by_mates) patience.looks = placement_.looks_before_yield(seq, execution.awaits());
+    waiting.idle(execution.awaits(), check_on_peers, patience);
+  }
+}
+
 // Makes the links that a program needs and that are not there yet.
-void SharedMemoryEngine::reach(const Call& call, const Program& program, const std::string& what) {
+void SlotEngine::reach(const Call& call, const Program& program, const std::string& what) {
   if (!linked_.insert(&program).second) return;
   std::vector<int> peers;
   for (const int peer : program.peers)
@@ -204,7 +213,7 @@ void SharedMemoryEngine::reach(const Call& call, const Program& program, const s
 }
 
 // Called while waiting: throws if it is in vain.
-void SharedMemoryEngine::look(const Call& call, std::uint64_t seq, const Execution& execution, Nanoseconds waited) {
+void SlotEngine::look(const Call& call, std::uint64_t seq, const Execution& execution, Nanoseconds waited) {
   team_->fate().throw_if_aborted();
   if (team_->links() != nullptr) team_->links()->tell();
   for (int r = 0; r < team_->size(); ++r)
@@ -233,8 +242,8 @@ void SharedMemoryEngine::look(const Call& call, std::uint64_t seq, const Executi
 }
 
 // One line for the ranks of a host: the first of those that wait says what it knows of all.
-void SharedMemoryEngine::warn_if_long(const Call& call, std::uint64_t seq, const Execution& execution, int blocked_on,
-                                      Nanoseconds waited) {
+void SlotEngine::warn_if_long(const Call& call, std::uint64_t seq, const Execution& execution, int blocked_on,
+                              Nanoseconds waited) {
   if (stuck_.obstacle != execution.obstacle()) stuck_ = {execution.obstacle(), waited, {}};
   if (!stuck_.reminder.due(waited - stuck_.since, team_->warn_after())) return;
   for (int r = 0; r < team_->rank(); ++r)
@@ -246,18 +255,18 @@ void SharedMemoryEngine::warn_if_long(const Call& call, std::uint64_t seq, const
               who_is_late(call, seq, blocked_on).text);
 }
 
-void SharedMemoryEngine::waits_for(int peer) {
+void SlotEngine::waits_for(int peer) {
   RankControl& own = team_->control(team_->rank());
   own.gpu_waiting_for.store(peer, std::memory_order_relaxed);
   own.gpu_heartbeat.store(now(), std::memory_order_release);
 }
 
-int SharedMemoryEngine::kept_waiting_by(int peer) const {
+int SlotEngine::kept_waiting_by(int peer) const {
   return end_of_chain(peer, [this](int r) { return gpu_waiting_for(r); });
 }
 
 // The rank that a GPU of `rank` waits for; -1 if it is not seen to wait.
-int SharedMemoryEngine::gpu_waiting_for(int rank) const {
+int SlotEngine::gpu_waiting_for(int rank) const {
   const RankControl& c = team_->control(rank);
   return seen_to_wait_for(c.gpu_waiting_for, c.gpu_heartbeat, team_->size(), kSecond / 2);
 }
@@ -265,7 +274,7 @@ int SharedMemoryEngine::gpu_waiting_for(int rank) const {
 // Follows the chain of ranks that wait for each other, from `peer`, and returns its end. `waiting_for(r)` is the rank
 // that r waits for, or -1.
 template <class F>
-int SharedMemoryEngine::end_of_chain(int peer, F waiting_for) const {
+int SlotEngine::end_of_chain(int peer, F waiting_for) const {
   for (int hops = 0; hops < team_->size(); ++hops) {
     const int next = waiting_for(peer);
     if (next < 0 || next == team_->rank()) break;
@@ -274,7 +283,7 @@ int SharedMemoryEngine::end_of_chain(int peer, F waiting_for) const {
   return peer;
 }
 
-void SharedMemoryEngine::throw_mismatch(const Call& call, std::uint64_t seq, int peer) const {
+void SlotEngine::throw_mismatch(const Call& call, std::uint64_t seq, int peer) const {
   // From another host the call's description may come after its data.
   for (const Nanoseconds deadline = now() + kSecond; team_->elsewhere(peer) && now() < deadline;) {
     if (differ(team_->control(team_->rank()), team_->control(peer))) break;
@@ -286,7 +295,7 @@ void SharedMemoryEngine::throw_mismatch(const Call& call, std::uint64_t seq, int
 }
 
 // The rank that a rank waits for in this call; -1 if it is not seen to wait.
-int SharedMemoryEngine::waits_in(const Call& call, std::uint64_t seq, int rank) const {
+int SlotEngine::waits_in(const Call& call, std::uint64_t seq, int rank) const {
   const RankControl& c = team_->control(rank);
   const bool here =
       c.entered.load(std::memory_order_acquire) == seq && c.completed.load(std::memory_order_acquire) < seq;
@@ -295,7 +304,7 @@ int SharedMemoryEngine::waits_in(const Call& call, std::uint64_t seq, int rank) 
 
 // What is known of the others while this rank waits for `blocked_on`: "; rank 1 (node7, pid 4711) is what the group
 // waits for. Rank 1 has not made any call."
-SharedMemoryEngine::Late SharedMemoryEngine::who_is_late(const Call& call, std::uint64_t seq, int blocked_on) const {
+SlotEngine::Late SlotEngine::who_is_late(const Call& call, std::uint64_t seq, int blocked_on) const {
   const int own = team_->rank();
   const int culprit = end_of_chain(blocked_on, [&](int r) { return waits_in(call, seq, r); });
   std::string waiting, text = "; " + team_->fate().describe(culprit) +

@@ -1,10 +1,13 @@
-// The engine of ranks that share memory. See execution.h for how data moves, and team.h for where.
+// The engine that moves data through slots: those of regions that ranks of a host share, and those of mirrors that
+// links to other hosts fill. See execution.h for how data moves, and team.h for where.
 #pragma once
 
 #include <deque>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
+#include <vector>
 
 #include "engine/engine.h"
 #include "engine/execution.h"
@@ -14,9 +17,9 @@
 
 namespace ringreduce {
 
-class SharedMemoryEngine final : public Engine {
+class SlotEngine final : public Engine {
  public:
-  SharedMemoryEngine(std::shared_ptr<Team> team, const Options& options);
+  SlotEngine(std::shared_ptr<Team> team, const Options& options);
 
   Tally run(const Call& call, const Buffers& buffers) override;
   void fail(const Error& error) override { team_->fate().abort(error); }
@@ -31,6 +34,18 @@ class SharedMemoryEngine final : public Engine {
  private:
   static constexpr std::size_t kBound = 24;
 
+  // A call bound to its tensors, and what goes with it.
+  struct Prepared {
+    const BoundCall& bound;
+    bool timed;                                    // whether its time tells how fast its way is
+    std::uint64_t rounding = 0;                    // the key of its rests
+    std::optional<std::vector<float>> rests = {};  // of its feedback, if it rounds
+  };
+
+  Prepared prepare(const Call& call, const Buffers& buffers);
+  void carry_out(const Call& call, std::uint64_t seq, const Prepared& prepared, Execution& execution, Waiting& waiting);
+  template <class Check>
+  void move(const Call& call, std::uint64_t seq, Execution& execution, Waiting& waiting, const Check& check_on_peers);
   const BoundCall& bind(const Call& call, const Buffers& buffers, Way way);
   void populate(const BoundCall& bound);
   void reach(const Call& call, const Program& program, const std::string& what);
