@@ -17,93 +17,120 @@ std::string list(const std::vector<int>& ranks) {
   return text;
 }
 
-}  // namespace
+class MonitoredBarrier {
+ public:
+  MonitoredBarrier(Team& team, Nanoseconds timeout, bool name_all)
+      : team_(team),
+        control_(team.control(team.rank())),
+        timeout_(timeout),
+        name_all_(name_all),
+        number_(control_.barriers_entered.load(std::memory_order_relaxed) + 1) {}
 
-void monitored_barrier(Team& team, const Patience& patience, Nanoseconds timeout, bool name_all) {
-  const int own = team.rank();
-  RankControl& control = team.control(own);
-  const std::uint64_t turn = control.barriers_entered.load(std::memory_order_relaxed) + 1;
-  control.barriers_entered.store(turn, std::memory_order_seq_cst);
-  team.control_changed();
+  void pass(const Patience& patience) {
+    control_.barriers_entered.store(number_, std::memory_order_seq_cst);
+    team_.control_changed();
+    if (team_.links() != nullptr) reach_other_hosts();
+    Waiting waiting(control_.for_messages, patience, team_.links());
+    while (!missing().empty()) waiting.idle(kAwaitsAll, [this](Nanoseconds waited) { look(waited); });
+    for (int r = 0; r < team_.size(); ++r)
+      if (r != team_.rank() && differ(control_, team_.control(r))) {
+        team_.fate().abort(different_calls(team_, r, "monitored_barrier"));
+        team_.fate().throw_if_aborted();
+      }
+    const std::vector<int> gone_again = ranks_where(
+        [&](const RankControl& c) { return c.barriers_given_up.load(std::memory_order_seq_cst) >= number_; });
+    if (!gone_again.empty())
+      give_up("ranks " + list(gone_again) + " gave up waiting before all ranks had come", gone_again[0]);
+  }
 
-  const auto ranks_where = [&](auto&& holds) {
+ private:
+  template <class F>
+  std::vector<int> ranks_where(F holds) const {
     std::vector<int> ranks;
-    for (int r = 0; r < team.size(); ++r)
-      if (r != own && holds(team.control(r))) ranks.push_back(r);
+    for (int r = 0; r < team_.size(); ++r)
+      if (r != team_.rank() && holds(team_.control(r))) ranks.push_back(r);
     return ranks;
-  };
-  const auto missing = [&] {
-    return ranks_where([&](const RankControl& c) { return c.barriers_entered.load(std::memory_order_seq_cst) < turn; });
-  };
-  // The words are Gloo's, for the sake of tools and tests that look for them.
-  const auto passed_but = [&](const std::string& reason) {
-    const std::string rank = "Rank " + std::to_string(own);
-    return own == 0 ? rank + " timed out in monitoredBarrier: " + reason
-                    : rank + " successfully reached monitoredBarrier, but received errors while waiting for send/recv" +
-                          " from rank 0: " + reason;
-  };
+  }
+  std::vector<int> missing() const {
+    return ranks_where(
+        [&](const RankControl& c) { return c.barriers_entered.load(std::memory_order_seq_cst) < number_; });
+  }
 
-  if (team.links() != nullptr) {
+  // The words are Gloo's, for the sake of tools and tests that look for them.
+  std::string passed_but(const std::string& reason) const {
+    const std::string rank = "Rank " + std::to_string(team_.rank());
+    return team_.rank() == 0 ? rank + " timed out in monitoredBarrier: " + reason
+                             : rank + " successfully reached monitoredBarrier, but received errors while waiting for " +
+                                   "send/recv from rank 0: " + reason;
+  }
+
+  [[noreturn]] void give_up(const std::string& reason, int culprit) {
+    control_.barriers_given_up.store(number_, std::memory_order_seq_cst);
+    team_.control_changed();
+    throw Error(ErrorKind::timeout, passed_but(reason), culprit);
+  }
+
+  void reach_other_hosts() {
     std::vector<int> far;
-    for (int r = 0; r < team.size(); ++r)
-      if (team.elsewhere(r)) far.push_back(r);
+    for (int r = 0; r < team_.size(); ++r)
+      if (team_.elsewhere(r)) far.push_back(r);
     try {
-      team.links()->reach(far, timeout);
+      team_.links()->reach(far, timeout_);
     } catch (const Error& error) {
       throw Error(error.kind(), passed_but(error.what()), error.culprit());
     }
-    team.control_changed();
+    team_.control_changed();
   }
-  Waiting waiting(control.for_messages, patience, team.links());
-  Reminder reminder;
-  // Of the ranks of this host that have come, one tells the user.
-  const auto is_first = [&](const std::vector<int>& absent) {
-    for (int r = 0; r < own; ++r)
-      if (!team.elsewhere(r) && std::find(absent.begin(), absent.end(), r) == absent.end()) return false;
-    return true;
-  };
-  const auto warn = [&](const std::vector<int>& absent, Nanoseconds waited) {
-    std::string whom, their_doings;
-    for (int r : absent) {
-      whom += (whom.empty() ? "" : ", ") + team.fate().describe(r);
-      if (const std::string its = doings(team, r); !its.empty()) their_doings += " " + begins_with(team, r) + ":" + its;
-    }
-    team.warn("monitored_barrier" + of_group(team) + ": " + still_waits(team, waited, whom, timeout - waited) + "." +
-              their_doings);
-  };
-  const auto look = [&](Nanoseconds waited) {
+
+  // Called while waiting: throws if it is in vain.
+  void look(Nanoseconds waited) {
     const std::vector<int> absent = missing();
     if (absent.empty()) return;
-    for (int r : team.fate().gone())
+    for (int r : team_.fate().gone())
       if (std::find(absent.begin(), absent.end(), r) != absent.end())
-        throw Error(ErrorKind::peer_lost, passed_but(team.fate().describe(r) + " " + team.fate().how_gone(r)), r);
-    team.fate().throw_if_over(0);
-    if (waited < timeout) {
-      if (reminder.due(waited, team.warn_after()) && is_first(absent)) warn(absent, waited);
+        throw Error(ErrorKind::peer_lost, passed_but(team_.fate().describe(r) + " " + team_.fate().how_gone(r)), r);
+    team_.fate().throw_if_over(0);
+    if (waited < timeout_) {
+      if (reminder_.due(waited, team_.warn_after()) && tells_the_user(absent)) warn(absent, waited);
       return;
     }
-    control.barriers_given_up.store(turn, std::memory_order_seq_cst);
-    team.control_changed();
-    const bool plural = name_all && absent.size() > 1;
+    const bool plural = name_all_ && absent.size() > 1;
     std::string reason = (plural ? "Ranks " + list(absent) : "Rank " + std::to_string(absent[0])) +
-                         " failed to pass monitoredBarrier in " + std::to_string(timeout / kMillisecond) + " ms.";
-    for (int r : absent) reason += " " + team.fate().describe(r) + " did not come.";
-    throw Error(ErrorKind::timeout, passed_but(reason), absent[0]);
-  };
-  while (!missing().empty()) waiting.idle(kAwaitsAll, look);
-  for (int r = 0; r < team.size(); ++r)
-    if (r != own && differ(control, team.control(r))) {
-      team.fate().abort(different_calls(team, r, "monitored_barrier"));
-      team.fate().throw_if_aborted();
-    }
+                         " failed to pass monitoredBarrier in " + std::to_string(timeout_ / kMillisecond) + " ms.";
+    for (int r : absent) reason += " " + team_.fate().describe(r) + " did not come.";
+    give_up(reason, absent[0]);
+  }
 
-  const std::vector<int> gone_again =
-      ranks_where([&](const RankControl& c) { return c.barriers_given_up.load(std::memory_order_seq_cst) >= turn; });
-  if (gone_again.empty()) return;
-  control.barriers_given_up.store(turn, std::memory_order_seq_cst);
-  team.control_changed();
-  throw Error(ErrorKind::timeout,
-              passed_but("ranks " + list(gone_again) + " gave up waiting before all ranks had come"), gone_again[0]);
+  // Of the ranks of this host that have come, the first one tells the user.
+  bool tells_the_user(const std::vector<int>& absent) const {
+    for (int r = 0; r < team_.rank(); ++r)
+      if (!team_.elsewhere(r) && std::find(absent.begin(), absent.end(), r) == absent.end()) return false;
+    return true;
+  }
+
+  void warn(const std::vector<int>& absent, Nanoseconds waited) const {
+    std::string whom, their_doings;
+    for (int r : absent) {
+      whom += (whom.empty() ? "" : ", ") + team_.fate().describe(r);
+      if (const std::string its = doings(team_, r); !its.empty())
+        their_doings += " " + begins_with(team_, r) + ":" + its;
+    }
+    team_.warn("monitored_barrier" + of_group(team_) + ": " + still_waits(team_, waited, whom, timeout_ - waited) +
+               "." + their_doings);
+  }
+
+  Team& team_;
+  RankControl& control_;
+  const Nanoseconds timeout_;
+  const bool name_all_;
+  const std::uint64_t number_;  // of this barrier; the first is 1
+  Reminder reminder_;
+};
+
+}  // namespace
+
+void monitored_barrier(Team& team, const Patience& patience, Nanoseconds timeout, bool name_all) {
+  MonitoredBarrier(team, timeout, name_all).pass(patience);
 }
 
 }  // namespace ringreduce
