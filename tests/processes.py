@@ -200,8 +200,10 @@ def forking_context() -> Any:
     context = multiprocessing.get_context("forkserver")
     # What ranks import sooner or later; torch.testing imports distributed.tensor, which takes 1.3 s. What is not
     # installed is passed over.
-    slow = ["torch", "torch.distributed.tensor", "torch._dynamo", "ringreduce.groups.make", "hypothesis", "pytest"]
-    context.set_forkserver_preload([*slow, "fork_server"])
+    slow = ["torch", "torch.distributed.tensor", "torch._dynamo", "hypothesis", "pytest", "psutil", "rich.console"]
+    groups = ["api", "groups.make", "groups.between_hosts", "plan.by_cost", "tuning", "operators"]
+    ours = [f"ringreduce.{each}" for each in (*groups, "parameter_server", "data", "elastic")]
+    context.set_forkserver_preload([*slow, *ours, "fork_server"])
     tests = str(ROOT / "tests")  # which the server's Python must find, and before 3.13 is not told
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])):
         forkserver.ensure_running()
