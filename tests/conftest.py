@@ -3,7 +3,9 @@
 import os
 import signal
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -35,3 +37,14 @@ def own_variables() -> Iterator[None]:
     """Commands that a test runs in this process set variables, as `serve` does; no other test sees them."""
     with mock.patch.dict(os.environ):
         yield
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """For .ci/durations.py: how long each test took, with its fixtures."""
+    if path := os.environ.get("TEST_DURATIONS"):
+        seconds: dict[str, float] = defaultdict(float)
+        for report in (each for some in terminalreporter.stats.values() for each in some):
+            if hasattr(report, "duration"):
+                seconds[report.nodeid] += report.duration
+        with open(path, "a") as file:
+            file.writelines(f"{spent:.2f} {test}\n" for test, spent in seconds.items())

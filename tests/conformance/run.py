@@ -126,15 +126,15 @@ def _main(case: Any, test: str, log: Path, pipe: connection.Connection) -> None:
     pipe.send((recorder.outcome, recorder.detail))
 
 
-def run(backend: str, size: int, pattern: str, logs: Path, jobs: int, deadline: float) -> Iterator[Result]:
-    """Every test's result, as it comes."""
+def run(backend: str, size: int, pattern: str, names: bool, logs: Path, jobs: int, deadline: float) -> Iterator[Result]:
+    """Every test's result, as it comes. `names`: only of tests that depend on the backend's name."""
     case = suite.load(backend, size)
     case.deadline = deadline
     gc.freeze()  # a rank's collector would write to, and so copy, every page it has from us
     logs = logs / f"{backend}_{size}"
     logs.mkdir(parents=True, exist_ok=True)
     tests = [name for name in unittest.defaultTestLoader.getTestCaseNames(case) if fnmatch.fnmatch(name, pattern)]
-    waiting = collections.deque(tests)
+    waiting = collections.deque(test for test in tests if not names or suite.depends_on_the_name(case, test))
     running: list[Running] = []
     try:
         while waiting or running:
@@ -183,8 +183,9 @@ def main() -> int:
     parser.add_argument(
         "--run",
         nargs="+",
-        metavar="BACKEND:SIZE",
+        metavar="BACKEND:SIZE[:names]",
         default=[f"{backend}:{size}" for size in (3, 2, 4, 8) for backend in ("gloo", "ringreduce", "as_gloo")],
+        help="with :names, only the tests that ask for a backend by its name or make groups",
     )
     parser.add_argument("-k", metavar="PATTERN", default="*", help="tests whose name matches, such as 'test_all_*'")
     parser.add_argument("--jobs", type=int, default=4, help="tests at once")
@@ -195,9 +196,10 @@ def main() -> int:
 
     results: list[Result] = []
     times: dict[tuple[str, int], float] = {}
-    for backend, size in (which.split(":") for which in args.run):
+    for backend, size, *part in (which.split(":") for which in args.run):
         start = time.monotonic()
-        for count, result in enumerate(run(backend, int(size), args.k, args.out, args.jobs, args.deadline), 1):
+        found = run(backend, int(size), args.k, part == ["names"], args.out, args.jobs, args.deadline)
+        for count, result in enumerate(found, 1):
             results.append(result)
             bad = result.outcome in ("failed", "hung")
             if bad or args.v:

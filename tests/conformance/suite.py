@@ -15,8 +15,10 @@ import ast
 import functools
 import importlib.abc
 import importlib.util
+import inspect
 import multiprocessing
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -34,6 +36,12 @@ AS_GLOO = "as_gloo"
 NAME = f"{home.__name__}.distributed_test"
 GRACE = 10.0
 """Seconds in which other ranks may end too, after one has failed or skipped."""
+
+
+NAMES = re.compile(
+    r"get_backend|Backend\b|init_process_group|new_(sub)?group|process_group|device_mesh|monitored_barrier"
+)
+"""What only tests use that ask for a backend by its name, or make groups."""
 
 
 class Hung(Exception):
@@ -56,6 +64,12 @@ def load(backend: str, size: int) -> Any:
     sys.modules[NAME] = module  # where pickle looks for its classes
     spec.loader.exec_module(module)
     return _test_case(module)
+
+
+def depends_on_the_name(case: Any, test: str) -> bool:
+    """Of the backend: whether the test sees another one if that is called "gloo". Profilers show the name."""
+    body = inspect.getsource(getattr(case, test)).partition("def ")[2]  # decorators name what it is for
+    return "profil" in test or bool(NAMES.search(body))
 
 
 def name_of(backend: str) -> str:

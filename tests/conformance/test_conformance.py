@@ -42,6 +42,12 @@ def test_all_reduces_and_all_gathers(size: int, tmp_path: Path) -> None:
     assert sum(outcome == "passed" for outcome in found.values()) >= 25
 
 
+def test_only_tests_that_depend_on_the_name(tmp_path: Path) -> None:
+    which = ("--run", "as_gloo:2:names", "-k", "test_get_[bf]*")  # test_get_future does not
+    code, found = outcomes(tmp_path, "run.py", *which)
+    assert (code, found) == (0, {"test_get_backend": "passed"})
+
+
 def test_the_runner_notices_what_is_wrong(tmp_path: Path) -> None:
     sick = "import test_conformance; test_conformance.run_sick_tests()"
     code, found = outcomes(tmp_path, "-c", sick, "--run", "ringreduce:2", "-k", "test_sick_*", "--deadline", "8")

@@ -80,3 +80,15 @@ def test_an_environment_that_a_python_with_torch_makes(tmp_path: Path) -> None:
     command = [f"{made}/bin/python", "-c", "import sys, torch; print(torch.__file__, len(sys.path) - len({*sys.path}))"]
     found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert (found.stdout.split(), found.stderr) == ([torch.__file__, "0"], "")
+
+
+def test_ci_names_what_has_become_slow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main = runpy.run_path(str(ROOT / ".ci/durations.py"))["main"]
+    new, last = tmp_path / "durations.new", tmp_path / "durations.txt"
+    runs = ("2.00 a[x y]\n9.00 b\n0.10 c\n", "4.00 a[x y]\n9.50 b\n0.90 c\n5.00 new\n")
+    for run, failed, said in zip(runs, ("0", "1"), ((), ("2.0 s ->    4.0 s  a[x y]",)), strict=True):
+        new.write_text(run)
+        main(str(tmp_path), failed)
+        found = capsys.readouterr().out.splitlines()[1:]
+        assert [line.strip() for line in found] == list(said)
+        assert last.read_text() == runs[0]
