@@ -2,8 +2,9 @@
 
     Etcd("etcd://node1:2379,node2:2379,node3:2379/job7")
 
-It speaks to etcd's JSON gateway over plain HTTP, with the standard library alone. Requests go to one server until that
-one fails, then to the next one.
+It speaks to etcd's JSON gateway with the standard library alone: over HTTP, or with etcds:// over TLS. Certificates and
+the login are those of etcdctl, in the same variables: ETCDCTL_CACERT, ETCDCTL_CERT and ETCDCTL_KEY name files, and
+ETCDCTL_USER is USER:PASSWORD. Requests go to one server until that one fails, then to the next one.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import base64
 import http.client
 import json
+import os
+import ssl
 import threading
 import time
 from collections.abc import Sequence
@@ -27,7 +30,7 @@ ROUNDS = 2
 """How often all servers are tried before a request fails. Callers repeat it for as long as they have patience."""
 MOST = 100
 """The most keys in one request. A server accepts 128, unless it is configured otherwise."""
-FORM = "etcd://HOST:PORT[,HOST:PORT...]/NAME, where NAME is the job's own"
+FORM = "etcd://HOST:PORT[,HOST:PORT...]/NAME, or etcds:// for TLS, where NAME is the job's own"
 
 
 class Etcd(Values):
@@ -37,14 +40,19 @@ class Etcd(Values):
     """
 
     def __init__(self, address: str) -> None:
-        """`address`: etcd://HOST:PORT[,HOST:PORT...]/NAME. Raises `InvalidArgument` for any other form."""
-        servers, slash, self._prefix = address.removeprefix("etcd://").partition("/")
-        if not (address.startswith("etcd://") and slash and self._prefix):
+        """`address`: see `FORM`. Raises `InvalidArgument` for any other, and for certificates that cannot be read."""
+        scheme, _, rest = address.partition("://")
+        servers, _, self._prefix = rest.partition("/")
+        if not (scheme in ("etcd", "etcds") and self._prefix):
             raise InvalidArgument(f"store is {address!r}; it must be {FORM}")
         try:
             self._servers = [units.address(each) for each in servers.split(",")]
         except ValueError as error:
             raise InvalidArgument(f"store is {address!r}: {error}; it must be {FORM}") from None
+        self._tls = _tls() if scheme == "etcds" else None
+        self._user, _, self._password = os.environ.get("ETCDCTL_USER", "").partition(":")
+        self._token = ""
+        """What a server has given for the login. It is forgotten after some minutes without a request."""
         self._of_thread = threading.local()
 
     def value(self, key: str) -> bytes | None:
@@ -97,7 +105,7 @@ class Etcd(Values):
 
     def _ask(self, what: str, request: dict[str, Any], repeat: bool = True) -> dict[str, Any]:
         """Asks the servers in turn. `repeat`: whether to repeat a request that may have been carried out."""
-        body, mine = json.dumps(request).encode(), self._of_thread
+        mine = self._of_thread
         if not hasattr(mine, "server"):
             mine.server, mine.connection = 0, None
         for attempt in range(ROUNDS * len(self._servers)):
@@ -105,15 +113,21 @@ class Etcd(Values):
             sent = False
             try:
                 if mine.connection is None:
-                    mine.connection = _Connection(host, port, timeout=SECONDS)
+                    mine.connection = _Connection(host, port, self._tls)
                     mine.connection.connect()
+                if self._user and not self._token:
+                    self._log_in(mine.connection)
                 sent = True
-                mine.connection.request("POST", f"/v3/kv/{what}", body, {"Content-Type": "application/json"})
-                response = mine.connection.getresponse()
-                text = response.read()
-                if response.status == http.client.OK:
+                status, text = mine.connection.post(f"kv/{what}", request, self._token)
+                if status == http.client.OK:
                     return dict(json.loads(text))
-                error: Exception = ConnectionError(f"it answers {response.status}: {text[:200]!r}")
+                if status == http.client.UNAUTHORIZED and self._token:
+                    self._token, sent = "", False
+                error: Exception = ConnectionError(f"it answers {status}: {text[:200]!r}")
+            except InvalidArgument:
+                raise
+            except InvalidArgument:
+                raise
             except (OSError, http.client.HTTPException, ValueError) as failed:
                 error = failed
             mine.connection.close()
@@ -123,13 +137,44 @@ class Etcd(Values):
             time.sleep(0.05 * (attempt >= len(self._servers)))
         raise ConnectionError(f"etcd: {what} failed, at last by {host}:{port}: {error}")
 
+    def _log_in(self, connection: _Connection) -> None:
+        status, text = connection.post("auth/authenticate", {"name": self._user, "password": self._password}, "")
+        if status == http.client.BAD_REQUEST:
+            raise InvalidArgument(f"etcd: ETCDCTL_USER is {self._user}:..., which the server refuses: {text[:200]!r}")
+        self._token = json.loads(text).get("token", "")
+
+
+def _tls() -> ssl.SSLContext:
+    files = {name: os.environ.get(f"ETCDCTL_{name}") for name in ("CACERT", "CERT", "KEY")}
+    try:
+        context = ssl.create_default_context(cafile=files["CACERT"])
+        if files["CERT"]:
+            context.load_cert_chain(files["CERT"], files["KEY"])
+    except OSError as error:
+        given = ", ".join(f"ETCDCTL_{name}={file}" for name, file in files.items() if file)
+        raise InvalidArgument(f"etcd: cannot use the certificates of {given}: {error}") from None
+    return context
+
 
 class _Connection(http.client.HTTPConnection):
     """Also connects by itself, when the server has closed the connection after an answer."""
 
+    def __init__(self, host: str, port: int, tls: ssl.SSLContext | None) -> None:
+        super().__init__(host, port, timeout=SECONDS)
+        self._tls = tls
+
     def connect(self) -> None:
         super().connect()
         self.sock = above_streams(self.sock)
+        if self._tls:
+            self.sock = self._tls.wrap_socket(self.sock, server_hostname=self.host)
+
+    def post(self, what: str, request: dict[str, Any], token: str) -> tuple[int, bytes]:
+        """The status and the body of the answer."""
+        headers = {"Content-Type": "application/json", **({"Authorization": token} if token else {})}
+        self.request("POST", f"/v3/{what}", json.dumps(request).encode(), headers)
+        response = self.getresponse()
+        return response.status, response.read()
 
 
 def _text(value: str | bytes) -> str:

@@ -86,8 +86,9 @@ def start(
     `timeout`: for making a group and for each call on it.
     `options`: as for `init_process_group`. Members go on without a joiner that has other options than they have.
     `store`, `rank`, `world_size`: as for `init_process_group`; by default, the variables of `env://` say them. `store`
-        may also be an address in etcd, "etcd://HOST:PORT,HOST:PORT/NAME" with a NAME that no other job has used. Then
-        no single host has to live until the job ends, and `rank` and `world_size` are by default RANK and WORLD_SIZE.
+        may also be an address in etcd, "etcd://HOST:PORT,HOST:PORT/NAME" with a NAME that no other job has used, or
+        etcds:// for TLS. Then no single host has to live until the job ends, and `rank` and `world_size` are by default
+        RANK and WORLD_SIZE.
 
     Raises `Over` if the training is over, `TooFewRanks` if all members have died, `CollectiveTimeout` if another
     process has this rank for longer than `timeout`, or if no member has looked for joiners for longer than `timeout`

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from datetime import timedelta
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from distributed.harness import Rank, Ranks
 
 from ringreduce import elastic
-from ringreduce.coordination.etcd import Etcd
+from ringreduce.coordination.etcd import Etcd, _Connection
 from ringreduce.errors import InvalidArgument, SystemFailure
 
 STEPS = 200
@@ -65,6 +66,62 @@ def test_values(tmp_path: Path) -> None:
         processes[0].kill()
         with pytest.raises(ConnectionError):
             one.add("n", 1)
+
+
+@pytest.fixture
+def certificates(tmp_path: Path) -> dict[str, str]:
+    """Files of an authority, and of a server's and a client's certificate that it has signed, by ETCDCTL_'s names."""
+
+    def openssl(*words: str | Path) -> None:
+        subprocess.run(["openssl", *words], check=True, capture_output=True, cwd=tmp_path)
+
+    new = ("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
+    openssl(*new, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=authority")
+    for name in ("server", "client"):
+        signed = ("-CA", "ca.pem", "-CAkey", "ca.key", "-addext", "subjectAltName=IP:127.0.0.1")
+        openssl(*new, *signed, "-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/O={name}",
+                "-addext", "basicConstraints=critical,CA:false")  # fmt: skip
+    files = {"CACERT": "ca.pem", "CERT": "client.pem", "KEY": "client.key"}
+    return {f"ETCDCTL_{name}": str(tmp_path / file) for name, file in files.items()}
+
+
+@etcd.installed
+def test_tls_and_a_login(tmp_path: Path, certificates: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, file in certificates.items():
+        monkeypatch.setenv(name, file)
+    tls = [f"--cert-file={tmp_path}/server.pem", f"--key-file={tmp_path}/server.key", "--client-cert-auth"]
+    tls += [f"--trusted-ca-file={tmp_path}/ca.pem", "--auth-token-ttl=2"]
+    with etcd.servers(1, tmp_path, tls) as (address, _):
+        Etcd(address).set("a", "1")
+        admin = _Connection(*Etcd(address)._servers[0], Etcd(address)._tls)
+        for what, request in {
+            "user/add": {"name": "root", "password": "secret"},
+            "role/add": {"name": "root"},
+            "user/grant": {"user": "root", "role": "root"},
+            "enable": {},
+        }.items():
+            assert admin.post(f"auth/{what}", request, "")[0] == 200
+        with pytest.raises(ConnectionError, match="permission denied"):
+            Etcd(address).get("a")
+        monkeypatch.setenv("ETCDCTL_USER", "root:wrong")
+        with pytest.raises(
+            InvalidArgument, match=r"ETCDCTL_USER is root:\.\.\., which the server refuses: .*authentication"
+        ):
+            Etcd(address).get("a")
+        monkeypatch.setenv("ETCDCTL_USER", "root:secret")
+        member = Etcd(address)
+        assert member.get("a") == "1" and member.add("n", 2) == 2
+        time.sleep(4)  # the server has forgotten the login
+        assert member.add("n", 1) == 3
+        monkeypatch.delenv("ETCDCTL_CERT")
+        with pytest.raises(ConnectionError, match="etcd: range failed"):
+            Etcd(address).get("a")
+        monkeypatch.delenv("ETCDCTL_CACERT")
+        with pytest.raises(ConnectionError, match="CERTIFICATE_VERIFY_FAILED"):
+            Etcd(address).get("a")
+        monkeypatch.setenv("ETCDCTL_CACERT", "nosuch.pem")
+        with pytest.raises(InvalidArgument, match=r"certificates of ETCDCTL_CACERT=nosuch\.pem"):
+            Etcd(address)
 
 
 def trains(me: Rank, address: str) -> tuple[int, int, float]:
