@@ -121,11 +121,9 @@ class Etcd(Values):
                 status, text = mine.connection.post(f"kv/{what}", request, self._token)
                 if status == http.client.OK:
                     return dict(json.loads(text))
-                if status == http.client.UNAUTHORIZED and self._token:
-                    self._token, sent = "", False
+                sent = status != http.client.UNAUTHORIZED
+                self._token = ""  # it may be out of date
                 error: Exception = ConnectionError(f"it answers {status}: {text[:200]!r}")
-            except InvalidArgument:
-                raise
             except InvalidArgument:
                 raise
             except (OSError, http.client.HTTPException, ValueError) as failed:

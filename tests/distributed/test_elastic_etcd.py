@@ -89,8 +89,9 @@ def certificates(tmp_path: Path) -> dict[str, str]:
 def test_tls_and_a_login(tmp_path: Path, certificates: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, file in certificates.items():
         monkeypatch.setenv(name, file)
+    jwt = f"pub-key={tmp_path}/server.pem,priv-key={tmp_path}/server.key,sign-method=ES256,ttl=2s"
     tls = [f"--cert-file={tmp_path}/server.pem", f"--key-file={tmp_path}/server.key", "--client-cert-auth"]
-    tls += [f"--trusted-ca-file={tmp_path}/ca.pem", "--auth-token-ttl=2"]
+    tls += [f"--trusted-ca-file={tmp_path}/ca.pem", f"--auth-token=jwt,{jwt}"]
     with etcd.servers(1, tmp_path, tls) as (address, _):
         Etcd(address).set("a", "1")
         admin = _Connection(*Etcd(address)._servers[0], Etcd(address)._tls)
@@ -113,6 +114,8 @@ def test_tls_and_a_login(tmp_path: Path, certificates: dict[str, str], monkeypat
         assert member.get("a") == "1" and member.add("n", 2) == 2
         time.sleep(4)  # the server has forgotten the login
         assert member.add("n", 1) == 3
+        assert admin.post("auth/user/add", {"name": "another", "password": "secret"}, member._token)[0] == 200
+        assert member.add("n", 1) == 4  # users have changed since the login
         monkeypatch.delenv("ETCDCTL_CERT")
         with pytest.raises(ConnectionError, match="etcd: range failed"):
             Etcd(address).get("a")
