@@ -6,7 +6,7 @@
 docs/data.md says which of them to take.
 """
 
-from ringreduce.data.exchange import exchange as exchange
+from ringreduce.data.exchange_rows import exchange as exchange
 from ringreduce.data.loader import Loader as Loader
 from ringreduce.data.order import Order as Order
 from ringreduce.data.sampler import Sampler as Sampler

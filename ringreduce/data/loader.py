@@ -48,7 +48,7 @@ from ringreduce.data.messages import (
 )
 from ringreduce.data.order import Order
 from ringreduce.data.server import Recipe
-from ringreduce.data.steps import Steps, share
+from ringreduce.data.stepwise import Stepwise, share
 
 MOST_DEATHS = 3
 """How often a server may die while this reader waits for one batch."""
@@ -73,7 +73,7 @@ class _Held(NamedTuple):
     memory: Memory
 
 
-class Loader(Steps[Any]):
+class Loader(Stepwise[Any]):
     """Batches of a dataset, prepared by server processes that all ranks of a host can share.
 
         order = data.Order(len(dataset), batch=256)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch.utils.data import Sampler as TorchSampler
 
 from ringreduce.data.order import Order
-from ringreduce.data.steps import Steps, share
+from ringreduce.data.stepwise import Stepwise, share
 
 
-class Sampler(Steps[list[int]], TorchSampler[list[int]]):
+class Sampler(Stepwise[list[int]], TorchSampler[list[int]]):
     """Lists of ids, one a step, for `torch.utils.data.DataLoader(dataset, batch_sampler=...)`.
 
     Each iteration goes on at `step` and ends with the epoch that `step` is in. A DataLoader with workers asks for

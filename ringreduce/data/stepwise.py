@@ -27,7 +27,7 @@ def share(call: str, rank: int | None, size: int | None) -> tuple[int, int]:
     return default[0] if rank is None else rank, default[1] if size is None else size
 
 
-class Steps(Generic[Batch]):
+class Stepwise(Generic[Batch]):
     """Batches from step `self.step` to the end of the epoch that it is in. `self.step` counts them."""
 
     order: Order

@@ -14,12 +14,12 @@ from ringreduce.data.batches import like
 from ringreduce.data.order import Order, integer
 from ringreduce.data.permutation import Ids, Permutation
 
-Rows = TypeVar("Rows", torch.Tensor, Sequence[torch.Tensor])
+Tensors = TypeVar("Tensors", torch.Tensor, Sequence[torch.Tensor])
 
 
 def exchange(
-    rows: Rows, order: Order, epoch: int, fraction: float = 1.0, group: dist.ProcessGroup | None = None
-) -> Rows:
+    rows: Tensors, order: Order, epoch: int, fraction: float = 1.0, group: dist.ProcessGroup | None = None
+) -> Tensors:
     """Redistributes the rows of all ranks of `group` at random. Every rank gets as many as it has given.
 
     Call it on all ranks before each epoch, with the same order and epoch. With fraction=1, the rows of all ranks, one
@@ -60,7 +60,7 @@ def exchange(
         dist.all_to_all_single(incoming, outgoing, receive_splits, send_splits, group=group)
         result[arrival] = incoming
         results.append(result)
-    exchanged: Rows = results[0] if isinstance(rows, torch.Tensor) else like(rows, results)
+    exchanged: Tensors = results[0] if isinstance(rows, torch.Tensor) else like(rows, results)
     return exchanged
 
 
