@@ -5,47 +5,26 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import json
-import mmap
 import os
 import secrets
 import socket
-import struct
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-import numpy as np
 from torch.utils.data import Dataset
 
-from ringreduce.common.descriptors import make_above_streams
 from ringreduce.common.failures import InvalidArgument, SampleFailed, SystemFailure
 from ringreduce.common.units import duration
 from ringreduce.data import supervisor
 from ringreduce.data.batches import Failure, Memory, read
+from ringreduce.data.connections import Connections
 from ringreduce.data.identity import full_name
-from ringreduce.data.messages import (
-    ANEW,
-    ASKED,
-    DONE,
-    FILLED,
-    KEEP,
-    LAST,
-    LONGEST,
-    MOST_IN_ADVANCE,
-    WANT,
-    WELCOME,
-    WHERE,
-    Filled,
-    Key,
-    connect,
-    listen,
-    next_message,
-)
+from ringreduce.data.messages import ANEW, ASKED, DONE, KEEP, LAST, MOST_IN_ADVANCE, WANT, WHERE, Filled, Key
 from ringreduce.data.order import Order
 from ringreduce.data.server import Recipe
 from ringreduce.data.stepwise import Stepwise, share
@@ -53,8 +32,6 @@ from ringreduce.data.stepwise import Stepwise, share
 MOST_DEATHS = 3
 """How often a server may die while this reader waits for one batch."""
 MOST_SERVERS = 256
-LONGEST_WAIT = 0.5
-"""Seconds in one system call, after which a reader looks whether its time is over or the Loader closed."""
 
 
 class _Use(weakref.ref[Any]):
@@ -102,9 +79,6 @@ class Loader(Stepwise[Any]):
     Raises `InvalidArgument`, also if Loaders that share servers differ in order, servers or seeded.
     """
 
-    _closed = True  # until there is something to close
-    _supervisor: socket.socket | None = None
-
     def __init__(
         self,
         dataset: Any,
@@ -132,11 +106,9 @@ class Loader(Stepwise[Any]):
                 raise InvalidArgument(f"Loader: {what} is {value!r}; give an integer from 1 to {most}")
         assert ahead is not None
         self.order, self.servers, self.ahead, self.step = order, servers, ahead, 0
-        self.name = name if name is not None else f"of one Loader: {secrets.token_hex(8)}"
-        self._full_name = self.name if name is None else full_name(name, dataset, collate)
+        self.name = name
+        own_name = f"of one Loader: {secrets.token_hex(8)}"
         self._timeout = duration("Loader: timeout", timeout, positive=True).total_seconds()
-        self._recipe = Recipe(dataset, order, collate, seeded)
-        self._terms = {"order": order.state(), "servers": servers, "seeded": seeded}
         self._lock = threading.RLock()  # a signal's handler may close this Loader while it reads
         self._may_have_lost_messages = False
         """Whether an error or a signal's handler ended a call, so that messages may be lost."""
@@ -147,11 +119,17 @@ class Loader(Stepwise[Any]):
         self._held: dict[Key, _Held] = {}
         self._released: deque[_Use] = deque()
         """Uses that have ended. Filled by the garbage collector, in any thread."""
-        self._servers: list[_Server | None] = [None] * servers
         self._closed = False
+        self._connections = Connections(
+            "without a name" if name is None else f"named {name!r}",
+            own_name if name is None else full_name(name, dataset, collate),
+            {"order": order.state(), "servers": servers, "seeded": seeded},
+            Recipe(dataset, order, collate, seeded),
+            self._timeout,
+        )
         _open.add(self)
         try:
-            self._join(time.monotonic() + self._timeout)
+            self._connections.join(time.monotonic() + self._timeout)
         except BaseException:
             self.close()
             raise
@@ -192,15 +170,16 @@ class Loader(Stepwise[Any]):
 
         The next Loader of this name gets nothing from servers that have ended.
         """
-        if self._closed and self._supervisor is None:
+        connections = getattr(self, "_connections", None)  # none after wrong arguments
+        if connections is None or (self._closed and connections.supervisor is None):
             return
         self._closed = True  # a `get` in another thread sees it
         with self._lock:
             self._keep_what_is_held()
-            if self._supervisor is not None:
+            if connections.supervisor is not None:
                 with contextlib.suppress(OSError):  # a program that another thread is just starting has a copy
-                    self._supervisor.shutdown(socket.SHUT_RDWR)
-            self._disconnect()
+                    connections.supervisor.shutdown(socket.SHUT_RDWR)
+            connections.close()
         supervisor.reap()
 
     def __enter__(self) -> Loader:
@@ -282,7 +261,7 @@ class Loader(Stepwise[Any]):
     def _send(self, number: int, message: bytes, end: float) -> None:
         while True:
             try:
-                self._server(number).connection.send(message)
+                self._connections.to(number).socket.send(message)
                 return
             except BlockingIOError:
                 self._check_time(number, "read what it was asked for", end)
@@ -290,17 +269,12 @@ class Loader(Stepwise[Any]):
                 self._reconnect(number, end)
                 return
 
-    def _server(self, number: int) -> _Server:
-        if (server := self._servers[number]) is None:
-            raise ConnectionError
-        return server
-
     def _check_time(self, number: int, what: str, end: float) -> None:
         """Raises `SampleFailed` if a server has not done `what` in time."""
         self._check_usable()
         if time.monotonic() < end:
             return
-        where = self._supervisor_says("where", WHERE) or {}
+        where = self._connections.ask_supervisor("where", WHERE) or {}
         pid, current = where.get(str(number), (-1, -1))
         known = f" (process {pid}{f', in dataset[{current}]' if current >= 0 else ''})" if pid >= 0 else ""
         raise SampleFailed(
@@ -326,7 +300,7 @@ class Loader(Stepwise[Any]):
         number, deaths = self._number(key), 0
         while key not in self._ready:
             try:
-                request, filled, memory = self._server(number).next()
+                request, filled, memory = self._connections.to(number).next()
                 if self._asked.get(filled[:2]) == request and memory is not None:
                     self._ready[filled[:2]] = filled, memory
             except BlockingIOError:
@@ -334,181 +308,45 @@ class Loader(Stepwise[Any]):
             except OSError:
                 deaths += 1
                 if deaths > MOST_DEATHS:
+                    how = ""
+                    while died := self._connections.ask_supervisor("died"):
+                        how = f", the last time {died[1]}" if died[0] == number else how
                     raise SystemFailure(
                         f"Loader.get: server {number} has died {deaths} times while it prepared ids "
-                        f"{_some(self.order.ids_at(*key).tolist())}{self._how_died(number)}"
+                        f"{_some(self.order.ids_at(*key).tolist())}{how}"
                     ) from None
                 self._reconnect(number, end)
         return self._ready.pop(key)
 
-    def _how_died(self, number: int) -> str:
-        """What the supervisor says about it."""
-        how = ""
-        while died := self._supervisor_says("died"):
-            if died[0] == number:
-                how = f", the last time {died[1]}"
-        return how
-
-    def _supervisor_says(self, what: str, question: bytes = b"") -> Any:
-        """The next thing of this kind that it says, or None."""
-        with contextlib.suppress(OSError):
-            if self._supervisor and question:
-                self._supervisor.send(question)
-            while self._supervisor and (message := self._supervisor.recv(LONGEST)):
-                if what in (said := json.loads(message)):
-                    return said[what]
-        return None
-
     def _reconnect(self, number: int, end: float) -> None:
         """Connects to the server that replaces number `number`, and asks it for what the old one owes."""
         self._check_usable()
-        try:
-            connection = connect(supervisor.server_name(self._servers_name, number))
-        except OSError as error:
-            raise SystemFailure(f"Loader.get: cannot connect to server {number}: {error}") from None
-        if connection is None:  # the supervisor has gone, and with it all servers, or they are about to
+        numbers: Iterable[int] = (number,)
+        if not self._connections.replace(number):
             self._keep_what_is_held()
-            self._disconnect()
-            self._join(end)
-            return
-        old, self._servers[number] = self._servers[number], None
-        if old is not None:
-            old.connection.close()
-        self._servers[number] = self._greeted(connection, number)
-
-    def _greeted(self, connection: socket.socket, number: int) -> _Server:
-        owed = self._asked.keys() - self._held.keys() - self._ready.keys()
-        seconds = struct.pack("ll", 0, int(1e6 * min(LONGEST_WAIT, max(0.05, self._timeout / 20))))
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
-        with contextlib.suppress(OSError):  # if it died, too, `_wait_for` finds that
-            if keys := sorted(key for key in owed if self._number(key) == number):
-                connection.send(b"".join(ASKED.pack(WANT, self._asked[key], *key) for key in keys))
-        return _Server(connection)
+            self._connections.close()
+            self._connections.join(end)
+            numbers = range(self.servers)
+        owed = sorted(self._asked.keys() - self._held.keys() - self._ready.keys())
+        for each in numbers:
+            wanted = [ASKED.pack(WANT, self._asked[key], *key) for key in owed if self._number(key) == each]
+            with contextlib.suppress(OSError):  # if it died, too, `_wait_for` finds that
+                if wanted:
+                    self._connections.to(each).socket.send(b"".join(wanted))
 
     def _keep_what_is_held(self) -> None:
         """Leaves connections open until the batches that are held have gone, so that no server fills their slots."""
         holders = {key: holder for key, held in self._held.items() if (holder := held.use()) is not None}
         for number in {*map(self._number, holders)}:
-            if (server := self._servers[number]) is not None:
+            if (connection := self._connections.release(number)) is not None:
                 held = {key: holder for key, holder in holders.items() if self._number(key) == number}
                 anew = [ASKED.pack(ANEW, 0, 0, 0), *(ASKED.pack(KEEP, 0, *key) for key in held)]
                 with contextlib.suppress(OSError):
-                    server.connection.send(b"".join([*anew, ASKED.pack(LAST, 0, 0, 0)]))
-                self._servers[number] = None
-                _kept.add(server.connection)
+                    connection.send(b"".join([*anew, ASKED.pack(LAST, 0, 0, 0)]))
+                _kept.add(connection)
                 left = [*held]
                 for holder in held.values():
-                    weakref.finalize(holder, _close_after_last, left, server.connection)
-
-    def _disconnect(self) -> None:
-        servers, self._servers = self._servers, [None] * self.servers
-        for server in servers:
-            if server is not None:
-                server.connection.close()
-        if self._supervisor is not None:
-            self._supervisor.close()
-            self._supervisor = None
-
-    def _join(self, end: float) -> None:
-        """Connects to the supervisor of this name and to its servers. Starts the supervisor if there is none.
-
-        Raises `SystemFailure`, and `InvalidArgument` if the others of this name differ.
-        """
-        try:
-            while not self._has_joined(end):
-                if time.monotonic() >= end:
-                    raise TimeoutError(f"none was there for timeout={self._timeout:g} s")
-                time.sleep(0.001)
-        except OSError as error:
-            self._disconnect()
-            raise SystemFailure(
-                f"Loader: cannot start or reach servers={self.servers} of {self.name!r}: {error}"
-            ) from None
-
-    def _has_joined(self, end: float) -> bool:
-        """False if the supervisor ends just now, or another process starts one."""
-        supervisor.reap()
-        connection = connect(self._full_name)
-        if is_new := connection is None:
-            connection = self._started()
-        if connection is None:
-            return False
-        connection.settimeout(min(max(0.05, end - time.monotonic()), threading.TIMEOUT_MAX))
-        try:
-            with contextlib.suppress(ConnectionError):  # of one that has ended, and may have said why
-                connection.send(WELCOME)
-            welcome = _welcome(connection)
-        except OSError as error:
-            connection.close()
-            if not isinstance(error, ConnectionError):
-                raise
-            if is_new:  # it had this reader
-                raise OSError("their supervisor was killed") from None
-            return False  # its last reader has gone
-        for what, theirs in welcome["terms"].items():
-            if self._terms[what] != theirs:
-                connection.close()
-                raise InvalidArgument(
-                    f"Loader: {what} is {self._terms[what]}, and a Loader named {self.name!r} on this host has "
-                    f"{theirs}; give this one another name"
-                )
-        connection.settimeout(0.5)  # longer than the supervisor takes to see a server's end
-        self._supervisor, self._servers_name = connection, welcome["name"]
-        for number in range(self.servers):
-            found = connect(supervisor.server_name(self._servers_name, number))
-            if found is None:
-                self._disconnect()
-                return False
-            self._servers[number] = self._greeted(found, number)
-        return True
-
-    def _started(self) -> socket.socket | None:
-        """A connection to a new supervisor; None if another process starts one."""
-        if (listener := listen(self._full_name)) is None:
-            return None
-        return supervisor.start(self._full_name, listener, self._terms, self._recipe)
-
-
-def _welcome(connection: socket.socket) -> dict[str, Any]:
-    """What a supervisor tells a new reader: its terms, and its servers' name.
-
-    Raises `OSError` if it could not start them.
-    """
-    while True:
-        said: dict[str, Any] = json.loads(next_message(connection)[0])
-        if "failed" in said:
-            raise OSError(said["failed"])
-        if "terms" in said:
-            return said
-        # a server died before this reader was heard
-
-
-class _Server:
-    """A connection to a server, and the slots of it that this process has mapped."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self._slots: dict[int, Memory] = {}
-
-    def next(self) -> tuple[int, Filled, Memory | None]:
-        """The number of a request, and its batch; without its memory if that was lost, as after an error.
-
-        Raises `BlockingIOError` if there is none for long, and other `OSError`s.
-        """
-        message, fds = next_message(self.connection)
-        request, *where = FILLED.unpack(message)
-        filled = Filled(*where)
-        for fd in fds:
-            try:
-                self._slots[filled.slot] = _mapped(fd, filled.bytes)
-            finally:
-                os.close(fd)
-        return request, filled, self._slots.get(filled.slot)
-
-
-def _mapped(fd: int, size: int) -> Memory:
-    return np.frombuffer(make_above_streams(lambda: mmap.mmap(fd, size)), np.uint8)
+                    weakref.finalize(holder, _close_after_last, left, connection)
 
 
 _open: weakref.WeakSet[Loader] = weakref.WeakSet()
@@ -530,7 +368,7 @@ def _close_in_child() -> None:
         connection.close()
     for loader in _open:
         loader._closed, loader._lock = True, threading.RLock()  # another thread may have had it
-        loader._disconnect()
+        loader._connections.close()
 
 
 os.register_at_fork(after_in_child=_close_in_child)

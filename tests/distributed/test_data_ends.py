@@ -20,7 +20,7 @@ import torch
 from bodies.data import Rows, is_alive, open_files, servers_of, until
 from distributed.harness import Rank, in_threads, run
 
-from ringreduce.data import Loader, Order, loader, supervisor
+from ringreduce.data import Loader, Order, connections, supervisor
 from ringreduce.data.identity import full_name
 from ringreduce.data.messages import WHERE, address, next_message
 from ringreduce.errors import InvalidArgument, SampleFailed, SystemFailure
@@ -49,7 +49,7 @@ def comes_while_a_server_dies(me: Rank) -> None:
     """The supervisor sleeps until a server has died and a new reader has come. It sees the reader first."""
     rows, order, name = Rows(100), Order(100, 10), f"comes {os.getpid()}"
     with Loader(rows, order, name=name) as first:
-        parent, next_message = supervisor.started[-1], loader.next_message
+        parent, next_message = supervisor.started[-1], connections.next_message
         os.kill(parent, signal.SIGSTOP)
         (server,) = servers_of(parent)
         os.kill(server, signal.SIGKILL)
@@ -59,7 +59,7 @@ def comes_while_a_server_dies(me: Rank) -> None:
             os.kill(parent, signal.SIGCONT)
             return next_message(connection)
 
-        loader.next_message = wakes_the_supervisor
+        connections.next_message = wakes_the_supervisor
         with Loader(rows, order, name=name) as second:
             assert second.get(1)[:, 0].tolist() == order.ids(1).tolist()
         assert first.get(1)[:, 0].tolist() == order.ids(1).tolist()
@@ -73,7 +73,7 @@ def too_many_servers(me: Rank) -> None:
     rows, order, name = Rows(100), Order(100, 10), f"too many {os.getpid()}"
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (open_files() + 50, limits[1]))
-    with pytest.raises(SystemFailure, match=rf"servers=100 of '{name}': .*Too many open files"):
+    with pytest.raises(SystemFailure, match=rf"'{name}': cannot .* servers=100: .*Too many open files"):
         Loader(rows, order, 100, name=name)
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     with Loader(rows, order, 100, name=name) as reader:
@@ -212,10 +212,10 @@ def loses_messages(me: Rank) -> None:
                     raise Interrupted
                 return message, fds
 
-            loader.next_message = lossy
+            connections.next_message = lossy
             with contextlib.suppress(Interrupted):
                 reader.get(step)
-            loader.next_message = next_message
+            connections.next_message = next_message
             assert reader.get(step)[:, 0].tolist() == order.ids(step).tolist()
             assert torch.equal(held, expected), "a batch that was held meanwhile has been overwritten"
             held = reader.get(step + 1)
@@ -309,9 +309,9 @@ def asks_without_reading(me: Rank) -> None:
     order = Order(100, 10)
     with Loader(Rows(100), order, timeout=20) as reader:
         servers = servers_of(supervisor.started[-1])
-        assert reader._supervisor is not None
+        assert reader._connections.supervisor is not None
         for _ in range(2000):
-            reader._supervisor.send(WHERE)
+            reader._connections.supervisor.send(WHERE)
         assert reader.get(1)[:, 0].tolist() == order.ids(1).tolist()
         assert servers_of(supervisor.started[-1]) == servers
 

@@ -22,7 +22,7 @@ from distributed.harness import Rank, Ranks, run
 from processes import ROOT
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
-from ringreduce.data import Loader, Order, Sampler, loader, supervisor
+from ringreduce.data import Loader, Order, Sampler, connections, supervisor
 from ringreduce.errors import InvalidArgument, SampleFailed, SystemFailure
 
 # what arrives
@@ -308,7 +308,7 @@ def phases(me: Rank) -> None:
 
     In the worst case, the supervisor wakes when the next reader has come.
     """
-    order, name, next_message = Order(100, 10), f"phases {os.getpid()}", loader.next_message
+    order, name, next_message = Order(100, 10), f"phases {os.getpid()}", connections.next_message
     for phase in range(12):
         ours, theirs = os.pipe()
         if phase % 3 == 2:
@@ -322,13 +322,13 @@ def phases(me: Rank) -> None:
             sleeper = loader_supervisor()
 
         def wakes_the_supervisor(connection: socket.socket, sleeper: int = sleeper) -> tuple[bytes, list[int]]:
-            loader.next_message = next_message
+            connections.next_message = next_message
             os.kill(sleeper, signal.SIGCONT)
             return next_message(connection)
 
         if phase % 2:
             os.kill(sleeper, signal.SIGSTOP)
-            loader.next_message = wakes_the_supervisor
+            connections.next_message = wakes_the_supervisor
         if phase % 3 == 2:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
