@@ -27,37 +27,23 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import json
-import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ringreduce.common import failures
-from ringreduce.common.failures import CollectiveMismatch, CollectiveTimeout, PeerLost, RingReduceError, SystemFailure
+from ringreduce.common.failures import CollectiveMismatch, CollectiveTimeout, PeerLost, RingReduceError
 from ringreduce.common.ranks import call_ranks
 from ringreduce.coordination.endpoint import Endpoint, PreparedEndpoint
 from ringreduce.coordination.process import Who, has_ended, identity, process_began
 from ringreduce.coordination.store import Store, value_of
-from ringreduce.coordination.wait import CHECK_BY_RANK, CHECK_PROCESSES, Pauses, Reminder
+from ringreduce.coordination.wait import CHECK_PROCESSES
 from ringreduce.groups.order import Order
-
-PAUSES = Pauses(1 / 4, 0.0002, 0.05)
-"""Between two looks."""
-LONGEST_BY_RANK = 0.0005
-"""With many ranks a pause is at most so many seconds for each, so that one store, and the cores of one host, serve them
-all."""
-CHECK_KNOWN_ENDS = 0.005
-"""Seconds between two looks where whoever makes the group knows of ends."""
-LOOKS = 10
-"""Where a look at the store takes longer than a tenth of the longest pause, other questions wait for so many looks."""
-LEST = 1.0
-"""Seconds that the others wait longer than rank 0, which can tell them whom it has missed."""
+from ringreduce.groups.waiting import Wait
 
 WHO = "who"
 """The first phase, in which all ranks tell at least {"who": identity()}."""
-
-log = logging.getLogger(__name__)
 
 
 class Beforehand(NamedTuple):
@@ -140,7 +126,7 @@ class Exchange:
         """Of the group whose ranks make this one; empty: this one begins a job."""
         self.watched = range(size) if rank == 0 else [0]
         """The ranks without which a wait is in vain: where they are on this machine, their end ends it."""
-        self._within, self._processes, self._order = within, processes, order
+        self._within, self._processes, self.order = within, processes, order
         self._endpoint: Endpoint = {}
         self._known = {rank: Who(*endpoint["who"]) for rank, endpoint in enumerate(endpoints)}
         self._counted_in = bool(endpoints) or rank == 0
@@ -228,7 +214,7 @@ class Exchange:
             if not self._within:
                 return False
             raise CollectiveMismatch(
-                f"making the group: {self.describe(self.rank, identity())} makes a group of the ranks {self.ranks}, "
+                f"making the group: {self.describe(self.rank)} makes a group of the ranks {self.ranks}, "
                 f"and {self.describe(rank, arrival.who)} makes one of the ranks {arrival.ranks} instead; all ranks "
                 "must make the same groups in the same order",
                 rank,
@@ -347,54 +333,8 @@ class Exchange:
         deadline: float | None = None,
         first: float = 0.0,
     ) -> None:
-        """Returns when `ready(seconds)` says so, which may take that long to look, and the first time `first`.
-
-        `whom`: the ranks that have not come yet; None: rank 0 is waited for, which waits for all.
-        """
-        began = checked = asked = before = time.monotonic()
-        deadline = deadline or self.deadline + (0.0 if whom else LEST)
-        reminder = Reminder()
-        pause, pauses = (
-            first,
-            PAUSES._replace(
-                shortest=max(PAUSES.shortest, first), longest=max(PAUSES.longest, LONGEST_BY_RANK * self.size)
-            ),
-        )
-        try:
-            while not ready(pause):
-                now = time.monotonic()
-                took = max(now - before - pause, 0.0)
-                # Where the store is far away, most looks are for what is waited for.
-                turn = LOOKS * took < PAUSES.longest or now - asked > LOOKS * took or now > deadline
-                pause = pauses.after(now - began)
-                if turn and (now - began > PAUSES.longest or now > deadline):
-                    self.raise_if_given_up()
-                between = CHECK_KNOWN_ENDS if self.before.ended else CHECK_PROCESSES
-                if now - checked > max(between, CHECK_BY_RANK * self.size) or now > deadline:
-                    checked = now
-                    missing = whom() if turn and whom else []
-                    try:
-                        self.raise_if_dead()
-                    except PeerLost:
-                        if ready(0.0):  # it did its part before it ended
-                            return
-                        raise
-                    if now > deadline and (missing or not whom):
-                        text = self.call(missing) if missing else f"{self.call([0])}, which waits for all ranks,"
-                        culprit = missing[0] if missing else 0
-                        raise CollectiveTimeout(f"making the group: {text} did not come in time", culprit)
-                    if turn and reminder.due(now - began):
-                        self._log_who_is_missing(missing, now - began)
-                    if self._order and turn and (missing or not self.attempt):
-                        self._order.look(missing or [0])
-                asked = time.monotonic() if turn else asked
-                before = time.monotonic()
-        except RingReduceError:
-            raise
-        except RuntimeError as error:  # torch's: the store, which a process of a rank may hold, is gone
-            if (rank := self._dead()) >= 0:
-                raise PeerLost(f"making the group: {self.describe(rank)} died", rank) from None
-            raise SystemFailure(f"making the group: its store cannot be asked any more: {error}") from None
+        """See `Wait`."""
+        Wait(self, whom, deadline).until(ready, first)
 
     def raise_if_lost(self) -> None:
         self.raise_if_given_up()
@@ -406,13 +346,13 @@ class Exchange:
 
     def raise_if_dead(self) -> None:
         """Raises `PeerLost` if one of the ranks that are watched has ended, as far as this process can see."""
-        if (rank := self._dead()) >= 0:
+        if (rank := self.dead()) >= 0:
             self.raise_if_given_up()  # which may be the reason for its end
             if not self.endpoints and (arrival := self._arrival(rank)):
                 self._is_coming(rank, arrival)  # it may have made another group
             raise PeerLost(f"making the group: {self.describe(rank)} died", rank)
 
-    def _dead(self) -> int:
+    def dead(self) -> int:
         """The first of the watched ranks that has ended, as far as this process can see; -1: none."""
         if self.before.ended and (found := self.before.ended()):
             return found[0]
@@ -428,23 +368,13 @@ class Exchange:
 
     def describe(self, rank: int, who: Who | None = None) -> str:
         """How messages call one rank, with its process if that is known."""
-        who = who or self._known.get(rank)
+        who = who or self._known.get(rank) or (identity() if rank == self.rank else None)
         process = who[:2] if who else self._processes[rank] if self._processes else None
         return call_ranks([rank], self.ranks, "{}, pid {}".format(*process) if process else "")
 
-    def _log_who_is_missing(self, missing: Sequence[int], waited: float) -> None:
-        """`missing`: the ranks, if this rank knows them already."""
-        if not missing and self.attempt:
-            missing = [r for r in range(self.size) if not self.has_told(WHO, r)]
-        left = max(self.deadline - time.monotonic(), 0.0)
-        log.warning(
-            "making the group of the ranks %s: %s has waited %.0f s for %s, and will wait %.0f s more",
-            self.ranks,
-            self.describe(self.rank, identity()),
-            waited,
-            self.call(missing or [0]),
-            left,
-        )
+    def untold(self) -> list[int]:
+        """The ranks that have told nothing yet, as far as this rank can know."""
+        return [rank for rank in range(self.size) if not self.has_told(WHO, rank)] if self.attempt else []
 
     def give_up(self, error: BaseException) -> None:
         """Tells the others that this rank does not come, and why. The first to say so is heard."""
@@ -460,7 +390,7 @@ class Exchange:
         else:
             culprit = error.culprit if isinstance(error, RingReduceError) and error.culprit >= 0 else self.rank
             why = str(error) if isinstance(error, RingReduceError) else f"{type(error).__name__}: {error}"
-            me = self.describe(self.rank, identity())
+            me = self.describe(self.rank)
             self._tell_error("PeerLost", f"making the group: {me}: {why}", culprit)
 
     def _tell_error(self, kind: str, why: str, culprit: int) -> None:

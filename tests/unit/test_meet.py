@@ -296,9 +296,9 @@ def test_what_a_rank_did_before_its_end_counts(monkeypatch: pytest.MonkeyPatch) 
         first.publish("plans", [7])
         return 0
 
-    monkeypatch.setattr(second, "_dead", publishes_and_ends)
+    monkeypatch.setattr(second, "dead", publishes_and_ends)
     assert second.answer("plans") == [7]
-    monkeypatch.setattr(second, "_dead", lambda: 0)
+    monkeypatch.setattr(second, "dead", lambda: 0)
     with pytest.raises(PeerLost, match=r"rank 0 .* died"):
         second.answer("other plans")
 
