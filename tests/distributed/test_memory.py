@@ -234,11 +234,11 @@ def test_a_smaller_arena_where_limits_leave_room_for_no_other(limit: int, bytes:
 
 
 def test_no_arena_where_limits_leave_room_for_none() -> None:
-    small = {"channel_bytes": 64 << 10, "mailbox_bytes": 64 << 10}
+    small = {"engine": "channel_bytes=64K,mailbox_bytes=64K"}
     assert run(under_a_limit, 2, resource.RLIMIT_FSIZE, 8 << 20, small) == [(0, 1)] * 2
 
 
-def under_a_limit(me: Rank, limit: int, most: int, options: dict[str, int]) -> tuple[int, int]:
+def under_a_limit(me: Rank, limit: int, most: int, options: dict[str, Any]) -> tuple[int, int]:
     """The arena's size, and how many warnings there were of it."""
     logged = Logged("ringreduce.groups.arena", logging.WARNING)
     resource.setrlimit(limit, (most, most))
