@@ -33,6 +33,7 @@ constexpr Scenario kScenarios[] = {
     {"life", stress_life_mark},
     {"arena", nullptr, stress_arena},
     {"parameter_server", stress_parameter_server},
+    {"nonsense", stress_parameter_server_nonsense},
     {"backups", stress_parameter_server_backups},
     {"mixed", [] { stress_mixed(3); }},
 };
