@@ -36,8 +36,8 @@ class Fastest {
 
  private:
   // The first calls are trials, of which the very first ones bring in memory that nobody has used before. Then a few of
-  // so many are: the slowest way may take eight times as long. A 16th and a quarter of the way to these, others mend
-  // what the first have misjudged.
+  // so many are: the slowest way may take eight times as long. Two more rounds of trials come early, after a 16th and a
+  // quarter of that: the first calls are often slow for other reasons.
   static constexpr std::uint64_t kTrialEvery = 128 * kWays, kTimedEvery = 8;
   static bool is_trial(std::uint64_t call) {
     if (call >= kTrialEvery) return call % kTrialEvery < kWays;

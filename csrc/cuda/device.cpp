@@ -17,21 +17,21 @@ std::string of_bytes_on(std::size_t bytes, const Device& device) { return " of "
 
 // For calls that need no context. Throws what the driver says, and where.
 template <class... P, class... A>
-void ask(const DeviceInfo& device, const Call<CUresult(P...)>& function, A&&... arguments) {
+void ask(const DeviceInfo& device, const DriverFunction<CUresult(P...)>& function, A&&... arguments) {
   if (const CUresult result = function.attempt(std::forward<A>(arguments)...); result != kSuccess)
     function.refuse(result, on(device));
 }
 
 // For all others.
 template <class... P, class... A>
-void call(const Device& device, const Call<CUresult(P...)>& function, A&&... arguments) {
+void call(const Device& device, const DriverFunction<CUresult(P...)>& function, A&&... arguments) {
   const Device::Use use(device);
   ask(device, function, std::forward<A>(arguments)...);
 }
 
 // Whether the GPU has passed what `query` asks about.
 template <class Handle>
-bool passed(const Device& device, const Call<CUresult(Handle)>& query, Handle handle) {
+bool passed(const Device& device, const DriverFunction<CUresult(Handle)>& query, Handle handle) {
   const Device::Use use(device);
   const CUresult result = query.attempt(handle);
   if (result != kSuccess && result != kNotReady) query.refuse(result, on(device));

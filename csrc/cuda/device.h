@@ -83,7 +83,7 @@ using DevicePtr = std::shared_ptr<const Device>;
 
 // A handle that the driver gave on `device`, given back by `Release`, unless it is null or the process has no driver
 // any more.
-template <class Handle, Call<CUresult(Handle)> Driver::* Release>
+template <class Handle, DriverFunction<CUresult(Handle)> Driver::* Release>
 class Resource {
  public:
   explicit Resource(DevicePtr device) : device_(std::move(device)) {}

@@ -10,13 +10,13 @@
 namespace ringreduce::cuda {
 
 template <class Signature>
-class Call;
+class DriverFunction;
 
 // One function of the driver.
 template <class... Parameters>
-class Call<CUresult(Parameters...)> {
+class DriverFunction<CUresult(Parameters...)> {
  public:
-  explicit Call(const char* name) : name_(name) {}
+  explicit DriverFunction(const char* name) : name_(name) {}
 
   // Throws Error(system): "cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY (out of memory)".
   void operator()(Parameters... parameters) const {
@@ -39,7 +39,7 @@ class Call<CUresult(Parameters...)> {
 // The functions, by their names in cuda.h. Safe to use from all threads.
 class Driver {
  public:
-#define RINGREDUCE_CUDA_MEMBER(name, suffix, parameters) Call<CUresult parameters> name{#name};
+#define RINGREDUCE_CUDA_MEMBER(name, suffix, parameters) DriverFunction<CUresult parameters> name{#name};
   RINGREDUCE_CUDA_FUNCTIONS(RINGREDUCE_CUDA_MEMBER)
 #undef RINGREDUCE_CUDA_MEMBER
 
@@ -65,7 +65,7 @@ std::string unavailable();
 const Driver* driver_in_use() noexcept;
 
 template <class... Parameters>
-void Call<CUresult(Parameters...)>::refuse(CUresult result, const std::string& about) const {
+void DriverFunction<CUresult(Parameters...)>::refuse(CUresult result, const std::string& about) const {
   throw Error(ErrorKind::system, name_ + about + ": " + driver().text(result));
 }
 

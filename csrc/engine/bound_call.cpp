@@ -86,7 +86,7 @@ BoundCall::BoundCall(const Team& team, const Program& program, const Call& call,
 Way BoundCall::taken(Way asked) const {
   if (asked == Way::lend && may_lend_) return Way::lend;
   if (asked == Way::stream && may_stream_) return Way::stream;
-  if (asked == Way::settle && may_stream_ && !reduces(call_.operation)) return Way::settle;
+  if (asked == Way::stream_out && may_stream_ && !reduces(call_.operation)) return Way::stream_out;
   return Way::copy;
 }
 
@@ -144,7 +144,7 @@ BoundStep BoundCall::bind(const Team& team, const ChannelProgram& channel, const
     bound.returned = !team.elsewhere(step.recv.empty() ? step.send[0] : step.recv[0].peer);
   if (!step.send.empty()) lend(team, bound);
   bound.streams_output =
-      (outgrows_caches_ || way_ == Way::settle) && moves(bound) && bound.lends != BoundStep::Lends::output;
+      (outgrows_caches_ || way_ == Way::stream_out) && moves(bound) && bound.lends != BoundStep::Lends::output;
   return bound;
 }
 

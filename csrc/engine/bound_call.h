@@ -135,8 +135,8 @@ class BoundCall {
   bool in_place_;  // the one input is the one output
   bool scaled_;    // inputs are multiplied by the call's factor
   Way way_ = Way::copy;
-  bool may_lend_, may_stream_;  // whether this call may go these ways,
-  bool has_choice_ = false;     // and does something else there
+  bool may_lend_, may_stream_;  // whether this call may go these ways
+  bool has_choice_ = false;     // the ways differ for this call, so trying them tells something
   bool offers_ = false;         // chunks are lent to be returned
   bool outgrows_caches_;
   std::uint64_t withdrawals_;

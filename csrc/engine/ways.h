@@ -17,10 +17,10 @@
 namespace ringreduce {
 
 enum class Way : std::uint8_t {
-  lend,    // the peers read it where it is
-  copy,    // it is copied to a slot, and stays in this core's caches
-  stream,  // it is copied to a slot past the caches
-  settle,  // as `copy`, but outputs are stored past the caches; only in calls that do not reduce
+  lend,        // the peers read it where it is
+  copy,        // it is copied to a slot, and stays in this core's caches
+  stream,      // it is copied to a slot past the caches
+  stream_out,  // as `copy`, but outputs are stored past the caches; only in calls that do not reduce
 };
 
 class Ways {
@@ -31,7 +31,8 @@ class Ways {
     if (choices_.size() > kMost) choices_.clear();  // on all ranks, as the calls are the same
     const auto [number, timed, trial] = of(call, bytes).next();
     const auto way = static_cast<Way>(number);
-    // Who lends leaves the work to its readers. What that costs shows only where all ranks lend.
+    // A rank that lends spends no time itself; its readers do. So lending is timed only in trials, in which all ranks
+    // lend at once.
     return {way, way == Way::lend ? trial : timed};
   }
   // For how long that call has moved data on this rank, and has waited for others to read what it lent.

@@ -35,7 +35,7 @@ bool within(Nanoseconds timeout, std::function<void()> work) {
 }
 
 // Ends when NCCL has done what it was asked for, if it answered that this goes on: communicators that are not blocking.
-ncclResult_t settle(const Library& nccl, ncclResult_t result, ncclComm_t communicator) {
+ncclResult_t when_ended(const Library& nccl, ncclResult_t result, ncclComm_t communicator) {
   while (result == kInProgress) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
     if (const ncclResult_t asked = nccl.ncclCommGetAsyncError(communicator, &result); asked != kSuccess) return asked;
@@ -49,7 +49,7 @@ std::vector<ncclComm_t> split(const Library& nccl, ncclComm_t handle, int count,
   for (int i = 0; i < count; ++i) {
     ncclComm_t one = nullptr;
     const ncclResult_t result = nccl.ncclCommSplit(handle, 0, rank, &one, nullptr);
-    nccl.require(settle(nccl, settle(nccl, result, handle), one), "ncclCommSplit", rank);
+    nccl.require(when_ended(nccl, when_ended(nccl, result, handle), one), "ncclCommSplit", rank);
     made.push_back(one);
   }
   return made;
@@ -189,7 +189,7 @@ std::vector<CommunicatorPtr> make(const std::vector<std::string>& ids, int count
     for (const ncclUniqueId& id : unique) {
       ncclComm_t one = nullptr;
       const ncclResult_t result = nccl.ncclCommInitRank(&one, size, id, rank);
-      nccl.require(settle(nccl, result, one), "ncclCommInitRank", rank);
+      nccl.require(when_ended(nccl, result, one), "ncclCommInitRank", rank);
       made.push_back(one);
     }
     if (splits)

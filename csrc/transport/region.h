@@ -67,7 +67,7 @@ struct alignas(64) SlotHeader {
   std::uint32_t returned;             // 1: the writer wants what the reader makes of it written where it is lent
   std::uint64_t address;              // where it begins: in this slot's payload, or the writer's arena or process
   std::atomic<std::uint64_t> copied;  // the stamp of what was lent from a process and then copied to the payload too
-  std::uint32_t kept;    // 1: what a receiver wanted written where it had lent it was not written there; it is here
+  std::uint32_t kept;    // 1: the reader lent its tensor for the result, which is in this slot instead: it must copy it
   std::uint32_t failed;  // 1 + the rank whose operator of the user's own failed on what this was made of; 0: none
 
   std::byte* payload() { return reinterpret_cast<std::byte*>(this + 1); }

@@ -10,11 +10,12 @@
 // thread that follows the calls breaks the group when one takes too long. The engine then aborts the communicators,
 // which ends the work on the GPU.
 //
-// No deadlock, as far as NCCL's kernels fit on the GPU together, one a lane, besides what ends by itself. Every rank
-// puts exchanges on its lanes in one order: by number, then by lane. Take the first in this order that has not ended on
-// all of its ranks. What it waits for in its lanes is earlier in the order, so it has run to where it waits for its
-// peers, and they for it, which fits; and its host has put it there, as a host that NCCL holds up, on a first message
-// between two ranks say, waits for peers that have come as far, or for work that was put before.
+// No deadlock, if NCCL's kernels of all lanes fit on the GPU together:
+// 1. Every rank puts exchanges on its lanes in one order: by number, then by lane. Take the first of these that has not
+//    ended on all of its ranks.
+// 2. Each of its ranks has put it there: where NCCL holds up a host, as in a first message between two ranks, that host
+//    waits for peers that come to the same exchange, or for earlier work.
+// 3. On each GPU it has begun, since its lane has ended all earlier work. So all of its ranks are in it, and it ends.
 #pragma once
 
 #include <atomic>
