@@ -132,7 +132,7 @@ def optimizer(kind: type[torch.optim.Optimizer], **arguments: Any) -> UpdateRule
 
 
 CHANGEABLE = ("lr", "momentum", "dampening", "weight_decay", "beta1", "beta2", "eps", "lr_decay", "alpha")
-"""The numbers of a rule that may change between updates, in the order of csrc/parameter_server/rules.h."""
+"""The numbers of a rule that may change between updates, in the order of csrc/parameter_server/block/rules.h."""
 
 
 def numbers_of(rule: dict[str, Any]) -> dict[str, float]:

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "parameter_server/block/block.h"
+#include "parameter_server/block/shard.h"
 
 namespace ringreduce::parameter_server {
 
