@@ -255,7 +255,7 @@ SPINS_SHARING_CORES = 2
 SPINS_WITH_LINKS = 5
 
 # Yields before a rank sleeps: by the probe where ranks share cores (tuning.yields). A rank with a core of its own
-# yields for the millisecond that csrc/engine/wait.h allows.
+# yields for the millisecond that csrc/core/waiting.h allows.
 YIELDS_WITH_OWN_CORE = 1_000_000_000
 YIELDS_SHARING_CORES = 40
 

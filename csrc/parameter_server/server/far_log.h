@@ -1,4 +1,4 @@
-// The journal (journal.h) over TCP. The server sends each record together with the data that its request pushed.
+// The journal (near_log.h) over TCP. The server sends each record together with the data that its request pushed.
 //
 //   from the server
 //     record     A Record and its bytes; seq: its position in the journal.

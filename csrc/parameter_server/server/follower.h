@@ -1,4 +1,4 @@
-// The part of a backup that repeats what its server writes to the log (journal.h).
+// The part of a backup that repeats what its server writes to the log (near_log.h).
 #pragma once
 
 #include <deque>

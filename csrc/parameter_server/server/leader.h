@@ -1,4 +1,4 @@
-// The part of a server that keeps its backup up to date: it writes the log (journal.h), and gives a new backup the
+// The part of a server that keeps its backup up to date: it writes the log (near_log.h), and gives a new backup the
 // state.
 //
 // 1. The server serialises its state, without the content of blocks that are updated in place: tables, and dense blocks

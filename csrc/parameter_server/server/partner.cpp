@@ -1,4 +1,4 @@
-// How a server and its backup write and read the log, in memory (journal.h) or over TCP (journal_wire.h).
+// How a server and its backup write and read the log, in memory (near_log.h) or over TCP (far_log.h).
 #include <algorithm>
 #include <iterator>
 #include <utility>

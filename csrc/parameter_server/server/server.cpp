@@ -198,7 +198,7 @@ void Server::decide(const Message& message) {
 
 void Server::carry_out() {
   const std::uint64_t at = leader_ == nullptr ? 0 : leader_->backup->written();
-  // A backup on another host knows only what it has received, so nobody may see anything else (journal_wire.h).
+  // A backup on another host knows only what it has received, so nobody may see anything else (far_log.h).
   const bool keeps_back = leader_ != nullptr && leader_->backup->far() && !leader_->gives();
   replica_.decided =
       unconfirmed_.next(std::exchange(replica_.decided, {}), at, keeps_back ? leader_->kept_until() : UINT64_MAX);

@@ -3,7 +3,7 @@
 // A turn takes requests from the windows and from connections to other hosts, passes them to the shard, carries out the
 // resulting operations and sends the replies.
 //
-// A server may have a backup, which is another server that can take over from it (journal.h), or may be a backup
+// A server may have a backup, which is another server that can take over from it (near_log.h), or may be a backup
 // itself.
 #pragma once
 
@@ -76,7 +76,7 @@ class Server : public Turns {
   // Whether the server takes no requests until pieces have been taken.
   bool holds_back() const { return replica_.blocks.too_many_copied(); }
 
-  // ---- Backups (journal.h) ----
+  // ---- Backups (near_log.h) ----
   // A backup can take over only when it *counts*: it has the whole state of its server and, if it is reached by TCP, is
   // recorded in the store as the backup.
 
@@ -87,7 +87,7 @@ class Server : public Turns {
   // Makes this server the backup of another one. It takes over when that one has ended. It must not have workers or
   // blocks yet.
   void follow(std::unique_ptr<Partner> server);
-  // Adds a connection to a partner that is reached by TCP (journal_wire.h), and takes over the socket.
+  // Adds a connection to a partner that is reached by TCP (far_log.h), and takes over the socket.
   void connect_partner(int socket, std::string path);
   // Called after the backup follows and the store has recorded that it counts.
   void count_backup();

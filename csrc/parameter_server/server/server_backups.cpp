@@ -1,5 +1,5 @@
-// A server and its backup (journal.h): how the server writes the journal, how the backup repeats it, and how the backup
-// takes over.
+// A server and its backup (near_log.h): how the server writes the journal, how the backup repeats it, and how the
+// backup takes over.
 //
 // On one host no agreement is needed that a server has ended. Only the end of its process, or of its thread, counts,
 // and its one backup sees this for itself. server_far_backups.cpp has what differs for backups that are reached by TCP.

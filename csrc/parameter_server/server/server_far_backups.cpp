@@ -1,4 +1,4 @@
-// A server and its backup that reach each other by TCP (journal_wire.h), and which of the two goes on when they lose
+// A server and its backup that reach each other by TCP (far_log.h), and which of the two goes on when they lose
 // each other.
 //
 // A partner falls silent because its process has ended, because its host has been silent for RINGREDUCE_DEAD_AFTER
