@@ -196,7 +196,7 @@ def test_where_gloo_is_a_plugin(_gloo_again: None) -> None:
     gloo = mock.Mock(return_value="Gloo's")
     backend = mock.Mock(_plugins={"GLOO": Plugin((gloo, True))}, backend_type_map={"gloo": "GLOO"})
     ours = mock.Mock()
-    with mock.patch.object(module, "Backend", backend), mock.patch.object(module, "create", lambda *_: ours):
+    with mock.patch.object(module, "Backend", backend), mock.patch("ringreduce.groups.make.create", lambda *_: ours):
         ringreduce.as_gloo()
         backend._ensure_backend_registered.assert_called_once_with("gloo")
         replaced = backend._plugins["GLOO"].creator_fn

@@ -24,7 +24,7 @@ from ringreduce.tuning import fetches
 KERNEL_LETS = fetches(ringreduce.Options(fetch=1))  # not with kernel.yama.ptrace_scope above 0, unless for root
 COUNTS = (1, 1000, 100_003)
 WAYS = 4  # lend, copy, stream, stream_out: the first four calls of each collective try one each
-SMALL = {"least_fetch_bytes": 64, "channel_bytes": 256 * 1024, "least_slice_bytes": 4096}
+SMALL: dict[str, Any] = {"engine": "least_fetch_bytes=64,channel_bytes=256K,least_slice_bytes=4096"}
 
 
 def check_all(me: Rank) -> None:
