@@ -74,6 +74,7 @@ bool Server::may_take() const { return role_ == Role::primary && (leader_ == nul
 
 // Called when a backup on this host counts from now on.
 void Server::backup_counts() {
+  show();  // before the News: who has them takes the backup for one that may take over
   for (const auto& [worker, port] : replica_.ports) tell(*port);
   if (role_ == Role::heir) take_over();
 }
