@@ -181,7 +181,7 @@ def measure(report: reports.Report, ranks: int, args: argparse.Namespace, gbps: 
     )
     for size in args.sizes:
         for each in sorted({min(16, blocks), blocks}) if size > 1 << 20 else [blocks]:
-            times = threads.run(speed, ranks, [size], **{**options, "gpu_blocks": each})
+            times = threads.run(speed, ranks, [size], **{**options, "engine": f"gpu_mode=run,gpu_blocks={each}"})
             eager, graph, wrong = max(t[0] for t in times), max(t[1] for t in times), sum(t[2] for t in times)
             algorithm = collectives.algorithm_for("all_reduce", ranks, size)
             bound = collectives.traffic("all_reduce", algorithm, ranks, size) / gbps / 1e3
