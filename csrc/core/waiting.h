@@ -1,5 +1,5 @@
-// How a thread waits for others: it looks again and again, then yields its core, then sleeps on a doorbell. All threads
-// of ringreduce that wait do it by this class, and how long they do what is decided here.
+// How a thread waits for others: it looks again and again, then yields its core, then sleeps on a doorbell. The engine,
+// messages and barriers wait by this class, and how long they do what is decided here.
 //
 // How often it looks depends on whether the others have cores of their own. How often it yields depends on how many
 // threads share a core: the kernel may give a yielded core back to the same thread, or to another that waits as well,
@@ -20,15 +20,13 @@
 
 namespace ringreduce {
 
-// For how long a waiting thread keeps its core, and how long it sleeps at most.
+// For how long a waiting thread keeps its core.
 struct Patience {
   int looks = 50;        // before it yields its core to other threads
   int yields = INT_MAX;  // before it sleeps; after a millisecond it sleeps in any case
-  // Bounds how late a dead peer, a timeout or an abort is seen. Less than a second, see Standstill.
-  Nanoseconds sleep = 4 * kMillisecond;
 };
 
-// What a thread does and holds while it waits. All of it is in the waiting thread.
+// What a thread does while it waits. All of it is in the waiting thread.
 class WaitingDuties {
  public:
   // Moves what others of this process need moved, such as bytes between hosts; returns whether anything did. Called at
@@ -40,10 +38,7 @@ class WaitingDuties {
   virtual void take_over() = 0;
   // Yields the core in a wait that has become long: here it may also sleep, for a millisecond at most, until progress()
   // has something to do.
-  virtual void rest() { sched_yield(); }
-  // Lets go of what the thread holds, such as a lock, while it yields, checks or sleeps.
-  virtual void let_go() {}
-  virtual void take_again() {}
+  virtual void rest() = 0;
 
  protected:
   ~WaitingDuties() = default;
@@ -83,12 +78,33 @@ class Waiting {
   // not counting time in which this process was frozen. `patience` may be another each time.
   template <class Check>
   void idle(std::uint64_t awaits, Check&& check, const Patience& patience) {
-    if (stays_awake(check, patience)) return;
-    const LetGo let_go(duties_);
-    if (!armed_ || awaits != awaits_) {
+    if (duties_ != nullptr && duties_->progress()) return moved();
+    if (!armed_ && looks_ < patience.looks) {
+      ++looks_;
+      return cpu_relax();
+    }
+    const Nanoseconds t = now();
+    if (started_ == 0) {
+      started_ = t;
+      next_check_ = t + kCheckEvery;  // most waits are over by then
+    }
+    if (idle_since_ == 0) idle_since_ = t;
+    started_ += standstill_.before(t);
+    if (t >= next_check_) {
+      check(t - started_);
+      next_check_ = t + kCheckEvery;
+      standstill_.restart(now());
+    }
+    if (!armed_ && yields_ < patience.yields && t - idle_since_ < kYieldFor) {
+      ++yields_;
+      if (duties_ != nullptr && t - idle_since_ > kRestAfter)
+        duties_->rest();
+      else
+        sched_yield();
+    } else if (!armed_ || awaits != awaits_) {
       arm(awaits);  // only announces the sleep: the caller looks once more before it happens
     } else {
-      sleep_on(doorbell_.rings, seen_, std::min(std::max(looked_ - idle_since_, kYieldFor), patience.sleep));
+      sleep_on(doorbell_.rings, seen_, std::clamp(t - idle_since_, kYieldFor, kSleep));
       seen_ = doorbell_.rings.load(std::memory_order_seq_cst);
     }
   }
@@ -97,60 +113,13 @@ class Waiting {
     idle(awaits, check, patience_);
   }
 
-  // As idle(), for who sleeps in another way: returns false, having waited for nothing, when it is time to.
-  template <class Check>
-  bool stays_awake(Check&& check, const Patience& patience) {
-    if (duties_ != nullptr && duties_->progress()) {
-      moved();
-      return true;
-    }
-    if (!armed_ && looks_ < patience.looks) {
-      ++looks_;
-      cpu_relax();
-      return true;
-    }
-    const LetGo let_go(duties_);
-    looked_ = now();
-    if (started_ == 0) {
-      started_ = looked_;
-      next_check_ = looked_ + kCheckEvery;  // most waits are over by then
-    }
-    if (idle_since_ == 0) idle_since_ = looked_;
-    started_ += standstill_.before(looked_);
-    if (looked_ >= next_check_) {
-      check(looked_ - started_);
-      next_check_ = looked_ + kCheckEvery;
-      standstill_.restart(now());
-    }
-    if (armed_ || yields_ >= patience.yields || looked_ - idle_since_ >= kYieldFor) return false;
-    ++yields_;
-    if (duties_ != nullptr && looked_ - idle_since_ > kRestAfter)
-      duties_->rest();
-    else
-      sched_yield();
-    return true;
-  }
-
  private:
   static constexpr Nanoseconds kYieldFor = kMillisecond;
   static constexpr Nanoseconds kCheckEvery = kMillisecond;
   static constexpr Nanoseconds kRestAfter = 100 * kMicrosecond;
-
-  // Of what the thread holds.
-  class LetGo {
-   public:
-    explicit LetGo(WaitingDuties* of) : of_(of) {
-      if (of_ != nullptr) of_->let_go();
-    }
-    ~LetGo() {
-      if (of_ != nullptr) of_->take_again();
-    }
-    LetGo(const LetGo&) = delete;
-    LetGo& operator=(const LetGo&) = delete;
-
-   private:
-    WaitingDuties* const of_;
-  };
+  // Bounds how late a dead peer, a timeout or an abort is seen. The first sleeps are as long as the wait so far, since
+  // most threads begin to wait for a peer when it dies.
+  static constexpr Nanoseconds kSleep = 4 * kMillisecond;
 
   void arm(std::uint64_t awaits) {
     seen_ = doorbell_.rings.load(std::memory_order_seq_cst);
@@ -177,7 +146,7 @@ class Waiting {
   bool armed_ = false;
   std::uint64_t awaits_ = 0;
   std::uint32_t seen_ = 0;
-  Nanoseconds started_ = 0, idle_since_ = 0, looked_ = 0, next_check_ = 0, waited_ = 0;
+  Nanoseconds started_ = 0, idle_since_ = 0, next_check_ = 0, waited_ = 0;
   Standstill standstill_;
 };
 
