@@ -18,7 +18,7 @@
 
 #include "core/arithmetic.h"
 #include "core/atomics.h"
-#include "core/clock.h"
+#include "core/doorbell.h"
 #include "core/file_descriptor.h"
 #include "kernels/accumulate.h"
 #include "kernels/packing.h"
@@ -29,24 +29,8 @@ namespace ringreduce::parameter_server {
 inline constexpr std::size_t kAlignment = 64;
 constexpr std::size_t aligned(std::size_t bytes) { return round_up(bytes, kAlignment); }
 
-// A thread that is about to sleep first counts itself in `sleepers`; a thread that has changed something rings. With
-// sequential consistency, either the sleeper sees the new count of rings and does not sleep, or the ringing thread sees
-// the sleeper and wakes it.
-struct alignas(kAlignment) Bell {
-  std::atomic<std::uint32_t> rings;
-  std::atomic<std::uint32_t> sleepers;
+struct Bell : Doorbell {
   std::atomic<std::uint32_t> over;  // in a server's bell: 1 when the server has ended and its backup serves
-
-  void ring() {
-    rings.fetch_add(1, std::memory_order_seq_cst);
-    if (sleepers.load(std::memory_order_seq_cst) != 0) wake_all_on(rings);
-  }
-  // Returns if the bell has rung since `seen` was read from `rings`, or after `most`.
-  void sleep(std::uint32_t seen, Nanoseconds most) {
-    sleepers.fetch_add(1, std::memory_order_seq_cst);
-    sleep_on(rings, seen, most);
-    sleepers.fetch_sub(1, std::memory_order_seq_cst);
-  }
 };
 
 // The beginning of a server's values.
