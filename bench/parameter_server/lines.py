@@ -225,7 +225,7 @@ def moves(
     with two servers each, and with each other's backups. Two more join, one after the other, and leave again by
     `give_away`. The workers push and pull without a pause; every push adds 1, so the value tells whether a push was
     lost or applied twice. A row is one phase of --seconds: on how many hosts servers are, the median time of a step
-    then, what the busiest line needs for that (a server's host takes the pushes for its servers, and the journals of
+    then, what the busiest line needs for that (a server's host takes the pushes for its servers, and the logs of
     the backups that it has), and the longest step between this phase and the next one.
     """
     seconds_for(0, rate)

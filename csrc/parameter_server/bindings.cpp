@@ -242,7 +242,7 @@ void bind_specifications(py::module_& m) {
                "servers", &W::servers, "lane", &W::lane, "pidfd", &W::pidfd, "news", &W::news, "name", &W::name);
   using P = PartnerSpec;
   py::class_<P> partner(m, "PartnerSpec");
-  bind_members(partner, "journal", &P::journal, "bell", &P::bell, "values", &P::values, "pidfd", &P::pidfd, "passage",
+  bind_members(partner, "log", &P::log, "bell", &P::bell, "values", &P::values, "pidfd", &P::pidfd, "passage",
                &P::passage, "capacity", &P::capacity, "name", &P::name, "address", &P::address);
   using S = ServerSpec;
   py::class_<S> server(m, "ServerSpec");
@@ -293,7 +293,7 @@ void bind_server(py::module_& m, Roots roots) {
            py::arg("name") = "")
       .def("connect", &Server::connect, no_gil, py::arg("worker"), py::arg("socket"), py::arg("path"))
       .def("create", by_keywords<BlockSpec>(&Server::create))
-      .def_static("journal", [] { return Journal::make().release(); })
+      .def_static("log", [] { return NearLog::make().release(); })
       .def("lead", by_keywords<PartnerSpec>([](Server& server, const PartnerSpec& its) {
              server.lead(std::make_unique<NearPartner>(its, true));
            }))

@@ -24,7 +24,7 @@ constexpr auto kNames<ps::Outcome> = std::to_array<std::string_view>(
     {"", "applied", "late", "initialised", "kept", "ready", "done", "failed", "refused"});
 template <>
 constexpr auto kNames<ps::Step> =
-    std::to_array<std::string_view>({"never", "taken", "journalled", "updated", "carried out", "answered", "gives",
-                                     "takes", "leaves", "inherits", "taking over", "serving"});
+    std::to_array<std::string_view>({"never", "taken", "logged", "updated", "carried out", "answered", "gives", "takes",
+                                     "leaves", "inherits", "taking over", "serving"});
 
 }  // namespace ringreduce

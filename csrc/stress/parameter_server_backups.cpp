@@ -36,15 +36,14 @@ void wait_for(F&& ready, const char* otherwise) {
 
 // Has the server keep its blocks at the other one, too.
 void make_backup(ps::Server& server, ps::Server& backup) {
-  const FileDescriptor journal = ps::Journal::make();
+  const FileDescriptor log = ps::NearLog::make();
   int passage[2];
   check(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, passage) == 0, "no sockets");
   const auto follows = ps::PartnerSpec{
-      dup(journal.get()), dup(server.bell()), dup(server.values()), own_pidfd().release(), passage[1], 0, "", ""};
+      dup(log.get()), dup(server.bell()), dup(server.values()), own_pidfd().release(), passage[1], 0, "", ""};
   backup.follow(std::make_unique<ps::NearPartner>(follows, false));
-  const auto leads =
-      ps::PartnerSpec{dup(journal.get()), dup(backup.bell()), dup(backup.values()), own_pidfd().release(),
-                      passage[0],         backup.capacity(),  "the backup",         ""};
+  const auto leads = ps::PartnerSpec{dup(log.get()), dup(backup.bell()), dup(backup.values()), own_pidfd().release(),
+                                     passage[0],     backup.capacity(),  "the backup",         ""};
   server.lead(std::make_unique<ps::NearPartner>(leads, true));
   wait_for([&] { return server.standing().has_backup; }, "the new backup has not got all");
 }
@@ -59,7 +58,7 @@ std::array<int, 2> connection() {
 
 // A server, its backup, and workers.
 struct Pair {
-  // `far`: whether the journal and what the last worker asks go over connections.
+  // `far`: whether the log and what the last worker asks go over connections.
   Pair(int workers, const ps::Mode& mode, bool far) : far(far) {
     far ? tie_far() : make_backup(*server, *backup);
     for (int i = 0; i < workers; ++i) {
@@ -211,7 +210,7 @@ void stopped(int workers, int pushes, int when, int servers, const ps::Mode& mod
 }
 
 // A partner whose frames do not fit each other is given up.
-void lies_in_the_journal() {
+void lies_in_the_log() {
   constexpr std::uint32_t kPushed = 2, kSome = 64;  // the kind of frames with pushed data
   const FrameHeader right{.kind = kPushed, .bytes = kSome, .total = kSome};
   const FrameHeader longer{.kind = kPushed, .bytes = kSome, .seq = 4096, .total = 8192};
@@ -234,7 +233,7 @@ void lies_in_the_journal() {
 }  // namespace
 
 void stress_parameter_server_backups() {
-  lies_in_the_journal();
+  lies_in_the_log();
   ps::Mode asynchronous;
   asynchronous.consistency = ps::Consistency::asynchronous;
   for (int when = 1; when <= 40; when += 3) {

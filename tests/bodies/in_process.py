@@ -19,12 +19,12 @@ def server_and_backup() -> list[Any]:
 
 
 def make_backup(server: Any, backup: Any) -> None:
-    journal, about = _C.ParameterServer.journal(), {"name": "the backup", "address": ""}
+    log, about = _C.ParameterServer.log(), {"name": "the backup", "address": ""}
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     given = {"bell": os.dup(server.bell), "values": os.dup(server.values), "pidfd": own_pidfd()}
-    backup.follow(journal=os.dup(journal), passage=theirs.detach(), **given, **about)
+    backup.follow(log=os.dup(log), passage=theirs.detach(), **given, **about)
     given = {"bell": os.dup(backup.bell), "values": os.dup(backup.values), "pidfd": own_pidfd()}
-    server.lead(journal=journal, passage=ours.detach(), capacity=backup.capacity, **given, **about)
+    server.lead(log=log, passage=ours.detach(), capacity=backup.capacity, **given, **about)
     wait_until(lambda: not server.backup_starts)
 
 

@@ -32,8 +32,8 @@ PUSHES = 40
 PLACES = {"one host": (0, 0, 0, 0, 0), "apart": (0, 1, 2, 3, 4), "beside": (0, 0, 1, 0, 1)}
 """By server, then by worker: its host. In the last, servers 0 and 1 have their backups in server 2's process, and each
 worker is on a host with servers."""
-DEATHS = {"one host": ("taken", "journalled", "updated", "carried out", "answered")}
-DEATHS |= dict.fromkeys(("apart", "beside"), ("taken", "journalled", "carried out", "answered"))
+DEATHS = {"one host": ("taken", "logged", "updated", "carried out", "answered")}
+DEATHS |= dict.fromkeys(("apart", "beside"), ("taken", "logged", "carried out", "answered"))
 """By place: at which steps a server is killed."""
 
 

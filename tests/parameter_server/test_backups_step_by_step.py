@@ -168,15 +168,15 @@ class Stopped:
 
     def __init__(self, server: Any) -> None:
         self.backup, self._server = _C.ParameterServer(1 << 26, print), server
-        self._journal, about = _C.ParameterServer.journal(), {"name": "the backup", "address": ""}
+        self._log, about = _C.ParameterServer.log(), {"name": "the backup", "address": ""}
         ours, self.passage = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         given = {"bell": os.dup(self.backup.bell), "values": os.dup(self.backup.values), "pidfd": own_pidfd()}
-        given |= {"journal": os.dup(self._journal), "passage": ours.detach()}
+        given |= {"log": os.dup(self._log), "passage": ours.detach()}
         server.lead(capacity=1 << 20, **given, **about)
 
     def goes_on(self) -> None:
         given = {"bell": os.dup(self._server.bell), "values": os.dup(self._server.values), "pidfd": own_pidfd()}
-        given |= {"journal": self._journal, "passage": self.passage.detach()}
+        given |= {"log": self._log, "passage": self.passage.detach()}
         self.backup.follow(**given, name="the backup", address="")
 
 
@@ -311,7 +311,7 @@ def test_a_server_answers_while_its_backup_stands_still() -> None:
     given = {"bell": os.dup(backup.bell), "values": os.dup(backup.values), "pidfd": own_pidfd()}
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     about = {"capacity": 1 << 20, "name": "", "address": "", "passage": ours.detach()}
-    server.lead(journal=_C.ParameterServer.journal(), **given, **about)  # which the other one never reads
+    server.lead(log=_C.ParameterServer.log(), **given, **about)  # which the other one never reads
     with pytest.raises(InvalidArgument, match="its server's backup takes at most"):
         make_block(server, "x" * (1 << 20))
     made = 0

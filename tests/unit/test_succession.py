@@ -11,7 +11,7 @@ What decides is the `Standing` that production runs. A model of the rest stands 
   request that comes again is answered again and has no second effect, as Shard::on(Request) has it.
 - `lead`: Replication.lead, ServerProcess._follow_far, Server::lead and Leader. A backup that
   was in the process before is stopped.
-- `follow`: JournalWire::deliver, Server::repeat_all and Follower. A backup passes
+- `follow`: FarLog::deliver, Server::repeat_all and Follower. A backup passes
   over updates of a block that it has not got (keep_decided). Receiving a record and carrying it out are one step here:
   nobody sees a backup in between, and decided() carries out what is left.
 - `of_link`: a confirmation that the server hears, with its turn after that, and FarPartner::progress with on_silence.
@@ -94,7 +94,7 @@ class Rep(NamedTuple):
 
     known: Standing
     log: tuple[tuple[Request, int], ...] = ()
-    """What has been decided, each with its position in the journal; 0: the present backup, if any, got it as state."""
+    """What has been decided, each with its position in the log; 0: the present backup, if any, got it as state."""
     done: int = 0
     """So many of these have been carried out."""
     value: tuple[Request, ...] = ()
@@ -118,7 +118,7 @@ class Rep(NamedTuple):
 
 
 class Link(NamedTuple):
-    """A server's journal to its backup."""
+    """A server's log to its backup."""
 
     flight: tuple[tuple[Any, ...], ...] = ()
     written: int = 0

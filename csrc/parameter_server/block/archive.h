@@ -1,4 +1,4 @@
-// Serialisation of a server's state for its backup, and of what the journal says besides its records.
+// Serialisation of a server's state for its backup, and of what the log says besides its records.
 //
 // A visit() function lists the members of a structure once; the same function writes and reads them. Server and backup
 // run the same program on the same architecture, so values are stored with their bytes as they are in memory.

@@ -12,7 +12,7 @@ constexpr Nanoseconds kBeat = kSecond / 4;  // between two beats
 
 }  // namespace
 
-void JournalWire::write(Entry entry) {
+void FarLog::write(Entry entry) {
   const std::uint64_t position = written_, bytes = entry.data == nullptr ? 0 : entry.record.slot.bytes;
   written_ += length(entry);
   Frame frame = frame_of(Kind::record, bytes_of(entry.record), entry.bytes);
@@ -26,7 +26,7 @@ void JournalWire::write(Entry entry) {
   }
 }
 
-bool JournalWire::read(Entry& entry) {
+bool FarLog::read(Entry& entry) {
   const std::lock_guard lock(mutex_);
   if (taken_ == whole_) return false;
   entry = std::move(incoming_.extract(taken_).mapped().entry);
@@ -34,7 +34,7 @@ bool JournalWire::read(Entry& entry) {
   return true;
 }
 
-void JournalWire::confirm(bool done) {
+void FarLog::confirm(bool done) {
   Positions here;
   {
     const std::lock_guard lock(mutex_);
@@ -45,14 +45,14 @@ void JournalWire::confirm(bool done) {
   connections_.send(kPartner, frame_of(Kind::confirmed, bytes_of(here)), Connections::When::latest);
 }
 
-void JournalWire::beat() {
+void FarLog::beat() {
   const Nanoseconds t = now();
   if (t - beaten_ < kBeat) return;
   beaten_ = t;
   connections_.send(kPartner, frame_of(Kind::confirmed, bytes_of(said_)), Connections::When::latest);
 }
 
-std::byte* JournalWire::place_for(int peer, const FrameHeader& header, std::vector<std::byte>& aside) {
+std::byte* FarLog::place_for(int peer, const FrameHeader& header, std::vector<std::byte>& aside) {
   if (is_farewell(peer, header)) return nullptr;
   if (header.kind == Kind::pushed) {
     const std::lock_guard lock(mutex_);
@@ -70,7 +70,7 @@ std::byte* JournalWire::place_for(int peer, const FrameHeader& header, std::vect
     return to.entry.data.get() + header.seq;
   }
   if (header.kind == Kind::record)
-    demand(header.bytes >= sizeof(Record) && header.bytes <= sizeof(Record) + Journal::kReserve, peer,
+    demand(header.bytes >= sizeof(Record) && header.bytes <= sizeof(Record) + NearLog::kReserve, peer,
            "a record of another size");
   else
     demand(header.kind == Kind::confirmed && header.bytes == sizeof(Positions), peer, "a frame of an unknown kind");
@@ -78,7 +78,7 @@ std::byte* JournalWire::place_for(int peer, const FrameHeader& header, std::vect
   return aside.data();
 }
 
-void JournalWire::deliver(int peer, const FrameHeader& header, const std::vector<std::byte>& aside) {
+void FarLog::deliver(int peer, const FrameHeader& header, const std::vector<std::byte>& aside) {
   if (header.kind == FrameHeader::kLeave) return;
   if (header.kind == Kind::confirmed) {
     Positions positions;

@@ -1,9 +1,8 @@
-// The journal (near_log.h) over TCP. The server sends each record together with the data that its request pushed.
+// The log (near_log.h) over TCP. The server sends each record together with the data that its request pushed.
 //
 //   from the server
-//     record     A Record and its bytes; seq: its position in the journal.
-//     pushed     A fragment of the pushed data; tag: the position of its record, seq: the fragment's offset in the
-//     data,
+//     record     A Record and its bytes; seq: its position in the log.
+//     pushed     A fragment of the data; tag: the position of its record, seq: where the fragment begins in the data,
 //                total: bytes of all the data.
 //   from the backup
 //     confirmed  Two positions: up to which the backup has received every record, and up to which it has carried them
@@ -25,10 +24,10 @@
 
 namespace ringreduce::parameter_server {
 
-class JournalWire final : public Wire {
+class FarLog final : public Wire {
  public:
   using Wire::Wire;
-  ~JournalWire() { connections_.leave(); }
+  ~FarLog() { connections_.leave(); }
 
   // The peer number of the other side. There is one peer only.
   static constexpr int kPartner = 0;

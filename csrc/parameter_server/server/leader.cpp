@@ -56,8 +56,8 @@ bool Leader::write_down(const Message& message, Nanoseconds elapsed) {
   if (!backup->far() && backup->room() < sizeof record + entry.bytes.size()) return false;
   backup->write(std::move(entry));
   const bool waits = request != nullptr && replica_.blocks.have(request->block) && reads_push(request->block);
-  if (waits || backup->room() < Journal::kBytes / 4 * 3) backup->ring();
-  replica_.pass(Step::journalled);
+  if (waits || backup->room() < NearLog::kBytes / 4 * 3) backup->ring();
+  replica_.pass(Step::logged);
   return true;
 }
 
@@ -67,17 +67,17 @@ void Leader::introduce(const Port& port) const {
                 std::string("the server's backup was not told of a worker that joins: ") + why_not_sent());
 }
 
-bool Leader::takes_requests() const { return backup->room() >= Journal::kReserve && !backup->silent() && !hurries_; }
+bool Leader::takes_requests() const { return backup->room() >= NearLog::kReserve && !backup->silent() && !hurries_; }
 
 // Blocks may use half of the reserve. The rest is for ticks and for workers that join and leave: these are few while
 // requests wait.
 bool Leader::has_room_for(const BlockSpec& spec) const {
   const std::size_t bytes = sizeof(Record) + written(spec).size();
-  if (bytes > Journal::kReserve / 2)
+  if (bytes > NearLog::kReserve / 2)
     throw Error(ErrorKind::invalid_argument, "what is said of a block has " + std::to_string(bytes) +
                                                  " bytes; its server's backup takes at most " +
-                                                 std::to_string(Journal::kReserve / 2));
-  return backup->room() >= Journal::kReserve / 2 + bytes && !backup->silent();
+                                                 std::to_string(NearLog::kReserve / 2));
+  return backup->room() >= NearLog::kReserve / 2 + bytes && !backup->silent();
 }
 
 // ---- Giving -------------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ bool Leader::give(bool busy) {
     rests_until_ = t + (t - gave_);
   }
   if (busy && (!under_way_.empty() || t < rests_until_)) return false;
-  if (under_way_.size() == kMostUnderWay || backup->room() < Journal::kReserve || !give_piece()) return false;
+  if (under_way_.size() == kMostUnderWay || backup->room() < NearLog::kReserve || !give_piece()) return false;
   if (under_way_.empty()) took_ = t;
   gave_ = t;
   under_way_.push_back(backup->written());

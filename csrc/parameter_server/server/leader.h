@@ -2,12 +2,12 @@
 // state.
 //
 // 1. The server serialises its state, without the content of blocks that are updated in place: tables, and dense blocks
-//    without two copies of their states. This is the first record of the journal. A backup on the same host gets the
+//    without two copies of their states. This is the first record of the log. A backup on the same host gets the
 //    descriptors of the memory that has it and of the workers' windows, a backup that is reached by TCP gets the state
 //    with the pushed data that is still needed.
-// 2. The backup rebuilds itself from the state, and goes on with the journal.
+// 2. The backup rebuilds itself from the state, and goes on with the log.
 // 3. The server gives the content of the other blocks piece by piece, between requests: a dense block, or a slab of a
-//    table. A piece includes all updates that precede it in the journal. So the backup skips updates of blocks of which
+//    table. A piece includes all updates that precede it in the log. So the backup skips updates of blocks of which
 //    nothing has arrived, and carries out those that come later. An update may need rows whose slab has not arrived.
 //    The backup then makes them, and the slab replaces them. New rows are at the end of the last slab, which comes
 //    last.

@@ -1,11 +1,11 @@
-// The journal: a ring of messages in memory that a server writes and its backup on the same host reads.
+// The log: a ring of messages in memory that a server writes and its backup on the same host reads.
 //
 // A shard is a pure function of the messages it is given and of the times between them. A second server that gives its
 // shard the same messages, and carries out the resulting operations, therefore has the same shard and the same values.
-// The server writes each message to the journal before its own shard gets it. The memory outlives the server's process,
+// The server writes each message to the log before its own shard gets it. The memory outlives the server's process,
 // so the backup can redo everything whose effects anybody has seen.
 //
-// The journal does not contain pushed data. That stays in the worker's window, which the backup maps too, until the
+// The log does not contain pushed data. That stays in the worker's window, which the backup maps too, until the
 // push is answered.
 //
 //   Blocks  Values and optimizer states are in memory that the backup maps and that outlives the server. An update
@@ -30,7 +30,7 @@
 
 namespace ringreduce::parameter_server {
 
-// An entry of the journal. The first five kinds are the messages of a shard (messages.h). The others are for a backup
+// An entry of the log. The first five kinds are the messages of a shard (messages.h). The others are for a backup
 // that is made while the server serves:
 //   state    the first record. Its data is the server's state, without the content of blocks that are updated in place;
 //            slot.number is the server's turn, and slot.round the number of the backup.
@@ -59,17 +59,17 @@ struct Entry {
 };
 
 // For one writing and one reading thread, in different processes.
-class Journal {
+class NearLog {
  public:
   static constexpr std::size_t kBytes = std::size_t{1} << 20;
   static constexpr std::size_t kReserve = kBytes / 2;  // kept free of requests, for messages that cannot wait
 
-  // Makes the memory of a journal. Throws Error(system).
+  // Makes the memory of a log. Throws Error(system).
   static FileDescriptor make();
   // Maps the memory. The caller keeps the descriptor.
-  explicit Journal(int memory);
+  explicit NearLog(int memory);
 
-  // ---- Called by the server. Positions count bytes from the beginning of the journal. ----
+  // ---- Called by the server. Positions count bytes from the beginning of the log. ----
   std::uint64_t written() const { return words().written.load(std::memory_order_relaxed); }
   std::size_t room() const { return kBytes - static_cast<std::size_t>(written() - carried_out()); }
   std::uint64_t carried_out() const { return words().carried_out.load(std::memory_order_acquire); }

@@ -17,7 +17,7 @@ bool NearPartner::send(std::span<const int> descriptors) {
 }
 
 bool NearPartner::read(Entry& entry) {
-  if (!journal.read(entry.record, entry.bytes)) return false;
+  if (!log.read(entry.record, entry.bytes)) return false;
   entry.descriptors.clear();
   while (entry.descriptors.size() < entry.record.descriptors) {
     std::optional<Received> message = receive_message(passage.get());

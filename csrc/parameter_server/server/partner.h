@@ -17,9 +17,9 @@ namespace ringreduce::parameter_server {
 // What a server and its backup on the same host tell each other; the receiver takes over the descriptors. Each of the
 // two is the other's partner.
 struct PartnerSpec {
-  int journal = -1;  // memfd, written by the server and read by the backup
-  int bell = -1;     // memfd
-  int values = -1;   // memfd
+  int log = -1;     // memfd, written by the server and read by the backup
+  int bell = -1;    // memfd
+  int values = -1;  // memfd
   int pidfd = -1;
   int passage = -1;  // a socket from the server to the backup, for messages with descriptors
   // Of the backup; the server passes them on to workers as News.
@@ -40,7 +40,7 @@ struct Partner {
   Partner(const Partner&) = delete;
   Partner& operator=(const Partner&) = delete;
 
-  // ---- Called by the server. The positions in the journal up to which records have been written, will outlive the
+  // ---- Called by the server. The positions in the log up to which records have been written, will outlive the
   // server, and have been carried out by the backup. ----
   virtual std::uint64_t written() const = 0;
   virtual std::uint64_t received() const = 0;
@@ -49,8 +49,8 @@ struct Partner {
   // Sends descriptors for the next record. Returns false if the backup does not take them. No effect between hosts.
   virtual bool send(std::span<const int>) { return true; }
   std::size_t room() const {
-    return Journal::kBytes -
-           std::min<std::size_t>(Journal::kBytes, static_cast<std::size_t>(written() - carried_out()));
+    return NearLog::kBytes -
+           std::min<std::size_t>(NearLog::kBytes, static_cast<std::size_t>(written() - carried_out()));
   }
   // ---- Called by the backup ----
   virtual bool read(Entry& entry) = 0;  // takes the next entry; returns false if there is none
@@ -71,7 +71,7 @@ struct Partner {
   virtual bool ended() const = 0;
   // Whether the partner is out of reach, and decided() will say which of the two goes on.
   virtual bool silent() const { return false; }
-  // Whether the partner is reached by TCP. Then the journal has no bound, and workers connect to the backup themselves.
+  // Whether the partner is reached by TCP. Then the log has no bound, and workers connect to the backup themselves.
   virtual bool far() const { return false; }
   bool is_there() const { return !ended() && !silent(); }
   // Drives the connections. Called in every turn; returns whether there was something to do.
@@ -89,21 +89,21 @@ struct NearPartner final : Partner {
   // Maps the values of a server; of a `backup` only their header.
   NearPartner(const PartnerSpec& spec, bool backup)
       : Partner(spec),
-        journal_fd(spec.journal),
+        log_fd(spec.log),
         passage(spec.passage),
-        journal(spec.journal),
+        log(spec.log),
         bell_memory(spec.bell, sizeof(Bell), true),
         values_memory(spec.values, backup ? sizeof(ValuesHeader) : memory_bytes(spec.values), false) {}
 
   Bell& bell() const { return *reinterpret_cast<Bell*>(bell_memory.at()); }
-  std::uint64_t written() const override { return journal.written(); }
-  std::uint64_t received() const override { return journal.written(); }
-  std::uint64_t carried_out() const override { return journal.carried_out(); }
-  void write(Entry entry) override { journal.write(entry.record, entry.bytes); }
+  std::uint64_t written() const override { return log.written(); }
+  std::uint64_t received() const override { return log.written(); }
+  std::uint64_t carried_out() const override { return log.carried_out(); }
+  void write(Entry entry) override { log.write(entry.record, entry.bytes); }
   bool send(std::span<const int> descriptors) override;
   bool read(Entry& entry) override;
   void confirm() override {
-    journal.confirm();
+    log.confirm();
     ring();
   }
   void say_over() override { bell().over.store(1, std::memory_order_seq_cst); }
@@ -111,8 +111,8 @@ struct NearPartner final : Partner {
   const std::byte* values() const override { return values_memory.at(); }
   bool ended() const override { return header().ended.load(std::memory_order_seq_cst) != 0 || has_gone(pidfd.get()); }
 
-  FileDescriptor journal_fd, passage;
-  Journal journal;
+  FileDescriptor log_fd, passage;
+  NearLog log;
   Mapping bell_memory, values_memory;
 };
 
@@ -132,7 +132,7 @@ struct FarPartner final : Partner {
   void confirm() override { wire.confirm(true); }
   void ring() override {}
   void connect(int socket, std::string path) override {
-    wire.connections().add(JournalWire::kPartner, socket, std::move(path));
+    wire.connections().add(FarLog::kPartner, socket, std::move(path));
   }
   bool ended() const override { return false; }  // never certain: decided() drops a partner that is silent
   bool silent() const override { return is_silent; }
@@ -145,7 +145,7 @@ struct FarPartner final : Partner {
     if (std::exchange(takes_turns, false)) wire.connections().hand_over(true);
   }
 
-  JournalWire wire;
+  FarLog wire;
   // Called once, in the thread that takes its turns, when the partner can no longer be reached. From then on the server
   // answers nothing until Server::decided() tells it which of the two goes on.
   const std::function<void()> on_silence;

@@ -81,7 +81,7 @@ class Port {
   bool alive = true;
   bool untold = false;  // the latest News could not be sent to it yet
   bool gone = false;    // its connections have closed
-  bool known = false;   // at a backup reached by TCP: the journal has named this worker
+  bool known = false;   // at a backup reached by TCP: the log has named this worker
 
  protected:
   // A pull whose reply brings values. For a table, the window has `count` ids at `offset`, and room for the rows after

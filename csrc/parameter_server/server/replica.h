@@ -18,7 +18,7 @@ class StateArchive;
 enum class Step : std::uint32_t {
   never,
   taken,
-  journalled,
+  logged,
   updated,
   carried_out,
   answered,

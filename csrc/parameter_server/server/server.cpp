@@ -84,7 +84,7 @@ void Server::lose(WorkerId worker) {
     Port* const port = find(replica_.ports, worker);
     if (port == nullptr) return;
     port->gone = true;
-    if (role_ != Role::backup) forget_gone();  // to a backup, the journal may bring more requests of it
+    if (role_ != Role::backup) forget_gone();  // to a backup, the log may bring more requests of it
   });
 }
 
@@ -225,7 +225,7 @@ void Server::send_replies() {
 }
 
 // Sends the reply to a request that led to the operation, if to any. If the backup reads the pushed data too, which the
-// worker may overwrite after the reply, the reply is held until the backup has carried out the journal.
+// worker may overwrite after the reply, the reply is held until the backup has carried out the log.
 void Server::answer(const Reply& reply, const Operation* operation, bool has_failed) {
   Port* const to = find(replica_.ports, reply.worker);
   if (to == nullptr || !to->alive) return;

@@ -37,7 +37,7 @@ class Server : public Turns {
     std::map<WorkerId, std::uint64_t> clocks;
     bool saving = false;    // a snapshot is being written
     std::string backup;     // the backup's name; "": there is none
-    std::uint64_t lag = 0;  // bytes of the journal that the backup has not carried out
+    std::uint64_t lag = 0;  // bytes of the log that the backup has not carried out
   };
 
   // `capacity` bounds the bytes of values, both buffers and the optimizer states included. `backed_up`: this server is
@@ -80,7 +80,7 @@ class Server : public Turns {
   // A backup can take over only when it *counts*: it has the whole state of its server and, if it is reached by TCP, is
   // recorded in the store as the backup.
 
-  // Gives this server a backup, which is sent the state and then the journal. Throws Error(invalid_argument) if a block
+  // Gives this server a backup, which is sent the state and then the log. Throws Error(invalid_argument) if a block
   // is updated by Python. On its own host, an earlier backup counts no longer; if the backup ends, this server goes on
   // alone; and no worker may be on another host. On another host, the server must have no backup.
   void lead(std::unique_ptr<Partner> backup);
@@ -92,7 +92,7 @@ class Server : public Turns {
   // Called after the backup follows and the store has recorded that it counts.
   void count_backup();
   // Before the server leaves its blocks to a backup on another host: takes no requests any more, writes one more
-  // record, and returns the length of the journal. A backup that has confirmed this position has everything, and was
+  // record, and returns the length of the log. A backup that has confirmed this position has everything, and was
   // reachable after the call.
   std::uint64_t freeze();
   void unfreeze();
@@ -117,7 +117,7 @@ class Server : public Turns {
     bool has_backup = false;      // it counts
     bool backup_starts = false;   // it does not count yet
     bool backup_follows = false;  // it has received the whole state
-    std::uint64_t confirmed = 0;  // the position in the journal that it has confirmed
+    std::uint64_t confirmed = 0;  // the position in the log that it has confirmed
   };
   Standing standing();
   // For tests, as Replica::die_at().

@@ -1,4 +1,4 @@
-// A server and its backup (near_log.h): how the server writes the journal, how the backup repeats it, and how the
+// A server and its backup (near_log.h): how the server writes the log, how the backup repeats it, and how the
 // backup takes over.
 //
 // On one host no agreement is needed that a server has ended. Only the end of its process, or of its thread, counts,
@@ -172,7 +172,7 @@ void Server::serve_alone() {
   });
 }
 
-// A backup's part of a turn: repeats what is new in the journal, and otherwise checks whether its server has ended.
+// A backup's part of a turn: repeats what is new in the log, and otherwise checks whether its server has ended.
 bool Server::follow_on() {
   bool moved = false;
   try {
@@ -185,7 +185,7 @@ bool Server::follow_on() {
   return moved;
 }
 
-// Repeats the records of the journal; returns whether there were any. Stops when an order waits, unless `all`. Updates
+// Repeats the records of the log; returns whether there were any. Stops when an order waits, unless `all`. Updates
 // that are carried out here are confirmed at once, since replies to pushes wait for that.
 bool Server::repeat_all(bool all) {
   bool moved = false;
@@ -220,7 +220,7 @@ void Server::retire(const std::string& why) {
               ", has failed and is none any more: " + why);
 }
 
-// Checks whether the server has ended or leaves, and takes over if so. Precondition: the journal has been repeated.
+// Checks whether the server has ended or leaves, and takes over if so. Precondition: the log has been repeated.
 void Server::look_for_partner() {
   if (follower_->server->far()) return forget_gone();  // decided() says when to take over
   const Nanoseconds t = ringreduce::now();
@@ -234,7 +234,7 @@ void Server::look_for_partner() {
     if (replica_.number > 0 && counts() > replica_.number) retire("");  // the server has a newer backup
     return;
   }
-  repeat_all(true);  // the server may have written more before it ended; now the journal is final
+  repeat_all(true);  // the server may have written more before it ended; now the log is final
   if (replica_.number == 0 || counts() != replica_.number) return retire("");
   follower_->adopt_values();
   carry_out();
@@ -243,7 +243,7 @@ void Server::look_for_partner() {
   replica_.pass(Step::inherits);
 }
 
-// Removes workers that have gone and of which no more requests can come, from them or through the journal. A server
+// Removes workers that have gone and of which no more requests can come, from them or through the log. A server
 // that leaves must decide nothing more; it removes them if it comes back.
 void Server::forget_gone() {
   if (role_ == Role::leaving) return;

@@ -89,24 +89,24 @@ class ServerProcess:
         if self.replication is not None:
             return self.replication.lead(number, self.shards[number], its, timeout)
         address, server = bytes.fromhex(its["address"]), self.shards[number].server
-        journal = server.journal()
+        log_fd = server.log()
         ours, theirs = map(above_streams, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         try:
             hello = {"worker": number, "backup": True, "capacity": server.capacity}
-            given = [journal, server.bell, server.values, theirs.fileno()]
+            given = [log_fd, server.bell, server.values, theirs.fileno()]
             connection, answer, (bell, values, pidfd) = doors.enter(address, self._secret, hello, given, timeout, 3)
             name = str(answer["name"])
             about: dict[str, Any] = {"capacity": server.capacity, "name": name, "address": address.hex()}
             about |= {"bell": bell, "values": values, "pidfd": pidfd}
             with contextlib.ExitStack() as undo:
                 undo.callback(connection.close)
-                about |= {"journal": duplicate(journal), "passage": duplicate(ours.fileno())}
+                about |= {"log": duplicate(log_fd), "passage": duplicate(ours.fileno())}
                 self.shards[number].lead(lambda: self.listener.is_closing, **about)
                 undo.pop_all()
         finally:
             ours.close()
             theirs.close()
-            os.close(journal)
+            os.close(log_fd)
         meaning = f"{name} has ended: server {number} goes on, and gets another one"
         self._part_quietly(number)
         self.listener.adopt(Connection(connection, shard=self.shards[number], is_partner=True, meaning=meaning))
@@ -348,9 +348,9 @@ class ServerProcess:
         if len(descriptors) != 5:
             raise InvalidArgument(f"a server gave {len(descriptors)} descriptors to its backup; 5 are needed")
         shard = Shard(capacity, self._functions, self._backed_up)
-        journal, bell, values, passage, pidfd = map(duplicate, descriptors)
+        log_fd, bell, values, passage, pidfd = map(duplicate, descriptors)
         about = {"name": self._name_of_backup(number), "address": self.listener.address.hex()}
-        shard.follow(journal=journal, bell=bell, values=values, pidfd=pidfd, passage=passage, **about)
+        shard.follow(log=log_fd, bell=bell, values=values, pidfd=pidfd, passage=passage, **about)
         with self.listener.changed:
             self.shards[number] = shard
         connection.shard, connection.is_partner = shard, True
