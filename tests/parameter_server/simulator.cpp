@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "parameter_server/block/archive.h"
+#include "parameter_server/block/shard.h"
 #include "parameter_server/client/session.h"
 
 namespace {
@@ -295,13 +296,13 @@ class Simulation {
   // The server writes the message down before its shard gets it, and may die at either moment.
   void take(const Message& message) {
     const Nanoseconds elapsed = clock() - std::exchange(stepped_at_, clock());
-    log_.emplace_back(message, elapsed);
+    given_.emplace_back(message, elapsed);
     const bool dies = seed_ % 8 == 0 && fate_() % 100 == 0;
     if (dies && fate_() % 2 == 0) return fail_over();
     judge(shard_.step(message, elapsed), true);
     ++stepped_;
     if (seed_ % 2 == 0 && fate_() % 200 == 0) start_late();
-    if (fate_() % 3 == 0) repeat(log_.size());
+    if (fate_() % 3 == 0) repeat(given_.size());
     if (dies) fail_over();
   }
 
@@ -322,7 +323,7 @@ class Simulation {
   // The backup gets what the server has written down, up to there, and decides the same.
   void repeat(std::size_t end) {
     for (; repeated_ < end; ++repeated_) {
-      const auto& [message, elapsed] = log_[repeated_];
+      const auto& [message, elapsed] = given_[repeated_];
       const Output output = backup_.step(message, elapsed);
       if (repeated_ >= stepped_) {  // the server has died before it did that
         judge(output, false);
@@ -357,7 +358,7 @@ class Simulation {
   // Replies under way are lost or not, as connections are. The next backup begins with all that this one has.
   void fail_over() {
     ++failed_over_;
-    repeat(log_.size());
+    repeat(given_.size());
     booted_ = -static_cast<Nanoseconds>(fate_() % kAges);
     stepped_at_ = clock();
     stepped_ = repeated_;
@@ -505,7 +506,7 @@ class Simulation {
   const std::uint64_t seed_;
   std::mt19937_64 random_, fate_;  // the latter of servers, which die in every eighth simulation
   Shard shard_, backup_;
-  std::vector<std::pair<Message, Nanoseconds>> log_;
+  std::vector<std::pair<Message, Nanoseconds>> given_;
   std::size_t stepped_ = 0, repeated_ = 0,
               same_ = 0;           // messages that the server and its backup took; what both decided
   std::vector<std::string> done_;  // what was decided
