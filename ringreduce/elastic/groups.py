@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ringreduce.coordination.protocol import View
 from ringreduce.elastic.settings import Settings
 from ringreduce.errors import CollectiveMismatch, Expelled, InvalidArgument, RingReduceError, SystemFailure, TooFewRanks
-from ringreduce.groups.exchange import known_beforehand
+from ringreduce.groups.arrivals import known_beforehand
 from ringreduce.groups.lookup import backend_of, found_in, links_of
 
 

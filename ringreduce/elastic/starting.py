@@ -30,7 +30,7 @@ from ringreduce.elastic.groups import destroy_groups, init_group
 from ringreduce.elastic.settings import Settings
 from ringreduce.elastic.world import World, founded, joined
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, RingReduceError, SystemFailure, TooFewRanks
-from ringreduce.groups.exchange import known_beforehand
+from ringreduce.groups.arrivals import known_beforehand
 from ringreduce.groups.lookup import backend_of, links_of
 from ringreduce.groups.ready import ready_for_a_group
 

@@ -48,9 +48,10 @@ from ringreduce.coordination.store import METHODS, require, without_prefixes
 from ringreduce.coordination.torch_store import KeyStore
 from ringreduce.errors import CollectiveMismatch, InvalidArgument, SystemFailure, TopologyError
 from ringreduce.groups.arena import open_arena, share_allocations
+from ringreduce.groups.arrivals import NOTHING, WHO, beforehand, passed
 from ringreduce.groups.choices import Choices, add_plans
 from ringreduce.groups.decision import Decision, decide, decide_by_endpoints, decide_over_gloo
-from ringreduce.groups.exchange import NOTHING, WHO, Exchange, beforehand, passed
+from ringreduce.groups.exchange import Exchange
 from ringreduce.groups.lookup import found_in, registered, remember
 from ringreduce.groups.meet import Meeting, agree_on_config, meet
 from ringreduce.groups.order import Order

@@ -46,7 +46,8 @@ from ringreduce.common.failures import (
 from ringreduce.common.system import explained
 from ringreduce.coordination.endpoint import NONCE, Config, Endpoint, Location, PreparedEndpoint, door_at
 from ringreduce.coordination.process import own_pidfd
-from ringreduce.groups.exchange import WHO, Exchange, passed
+from ringreduce.groups.arrivals import WHO, passed
+from ringreduce.groups.exchange import Exchange
 from ringreduce.groups.waiting import LEST
 from ringreduce.network.local import check_user, close_all, proof, receive, send, shared_memory, written
 from ringreduce.network.secret import group_secret

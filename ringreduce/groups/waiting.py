@@ -5,13 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from ringreduce.common.failures import CollectiveTimeout, PeerLost, RingReduceError, SystemFailure
 from ringreduce.coordination.wait import CHECK_BY_RANK, CHECK_PROCESSES, Pauses, Reminder
-
-if TYPE_CHECKING:
-    from ringreduce.groups.exchange import Exchange
+from ringreduce.groups.arrivals import Arrivals
 
 PAUSES = Pauses(1 / 4, 0.0002, 0.05)
 """Between two looks."""
@@ -30,18 +27,18 @@ log = logging.getLogger(__name__)
 
 
 class Wait:
-    """One wait for other ranks of an exchange."""
+    """One wait for other ranks that make a group with this one."""
 
-    def __init__(self, exchange: Exchange, whom: Callable[[], list[int]] | None, deadline: float | None) -> None:
+    def __init__(self, arrivals: Arrivals, whom: Callable[[], list[int]] | None, deadline: float | None) -> None:
         """`whom`: the ranks that have not come yet; None: rank 0 is waited for, which waits for all."""
-        self._exchange, self._whom = exchange, whom
-        self._deadline = deadline or exchange.deadline + (0.0 if whom else LEST)
+        self._arrivals, self._whom = arrivals, whom
+        self._deadline = deadline or arrivals.deadline + (0.0 if whom else LEST)
         self._began = self._checked = self._asked = time.monotonic()
         self._reminder = Reminder()
 
     def until(self, ready: Callable[[float], bool], first: float = 0.0) -> None:
         """Returns when `ready(seconds)` says so, which may take that long to look, and the first time `first`."""
-        longest = max(PAUSES.longest, LONGEST_BY_RANK * self._exchange.size)
+        longest = max(PAUSES.longest, LONGEST_BY_RANK * self._arrivals.size)
         pauses = PAUSES._replace(shortest=max(PAUSES.shortest, first), longest=longest)
         pause, before = first, self._began
         try:
@@ -55,8 +52,8 @@ class Wait:
         except RingReduceError:
             raise
         except RuntimeError as error:  # torch's: the store, which a process of a rank may hold, is gone
-            if (rank := self._exchange.dead()) >= 0:
-                died = f"making the group: {self._exchange.describe(rank)} died"
+            if (rank := self._arrivals.dead()) >= 0:
+                died = f"making the group: {self._arrivals.describe(rank)} died"
                 raise PeerLost(died, rank) from None
             raise SystemFailure(f"making the group: its store cannot be asked any more: {error}") from None
 
@@ -65,34 +62,34 @@ class Wait:
 
         Raises what makes the wait vain. True: a rank has ended, but it did its part before.
         """
-        exchange, late, waited = self._exchange, now > self._deadline, now - self._began
+        arrivals, late, waited = self._arrivals, now > self._deadline, now - self._began
         asks = late or LOOKS * took < PAUSES.longest or now - self._asked > LOOKS * took
         if asks and (waited > PAUSES.longest or late):
-            exchange.raise_if_given_up()
-        between = CHECK_KNOWN_ENDS if exchange.before.ended else CHECK_PROCESSES
-        if late or now - self._checked > max(between, CHECK_BY_RANK * exchange.size):
+            arrivals.raise_if_given_up()
+        between = CHECK_KNOWN_ENDS if arrivals.before.ended else CHECK_PROCESSES
+        if late or now - self._checked > max(between, CHECK_BY_RANK * arrivals.size):
             self._checked = now
             missing = self._whom() if asks and self._whom else []
             try:
-                exchange.raise_if_dead()
+                arrivals.raise_if_dead()
             except PeerLost:
                 if ready(0.0):
                     return True
                 raise
             if late and (missing or not self._whom):
-                text = exchange.call(missing) if missing else f"{exchange.call([0])}, which waits for all ranks,"
+                text = arrivals.call(missing) if missing else f"{arrivals.call([0])}, which waits for all ranks,"
                 culprit = missing[0] if missing else 0
                 raise CollectiveTimeout(f"making the group: {text} did not come in time", culprit)
             if asks and self._reminder.due(waited):
                 log.warning(
                     "making the group of the ranks %s: %s has waited %.0f s for %s, and will wait %.0f s more",
-                    exchange.ranks,
-                    exchange.describe(exchange.rank),
+                    arrivals.ranks,
+                    arrivals.describe(arrivals.rank),
                     waited,
-                    exchange.call(missing or exchange.untold() or [0]),
-                    max(exchange.deadline - now, 0.0),
+                    arrivals.call(missing or arrivals.untold() or [0]),
+                    max(arrivals.deadline - now, 0.0),
                 )
-            if exchange.order and asks and (missing or not exchange.attempt):
-                exchange.order.look(missing or [0])
+            if arrivals.order and asks and (missing or not arrivals.attempt):
+                arrivals.order.look(missing or [0])
         self._asked = time.monotonic() if asks else self._asked
         return False

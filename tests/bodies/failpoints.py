@@ -16,7 +16,7 @@ from ringreduce.coordination.ledger import Ledger
 from ringreduce.coordination.rounds import Membership
 from ringreduce.coordination.store import Under
 from ringreduce.coordination.torch_store import KeyStore
-from ringreduce.groups import between_hosts, exchange, make, meet
+from ringreduce.groups import arrivals, between_hosts, exchange, make, meet
 from ringreduce.network import listener
 from ringreduce.network.handshake import Handshake
 
@@ -82,7 +82,7 @@ def at_each_point(reach: Callable[[str], None]) -> None:
 
     for owner, name in CALLS:
         around(owner, name)
-    for module in (exchange, meet, make):
+    for module in (arrivals, exchange, meet, make):
         module.passed = reach  # type: ignore[attr-defined]
 
 

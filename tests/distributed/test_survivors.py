@@ -211,7 +211,7 @@ def test_who_shrinks_waits_for_who_agrees_first() -> None:
 
 def fails_again(me: Rank, ends: bool) -> Any:
     """Rank 0 is dead. Rank 2 ends or hangs when the others make a group with it."""
-    from ringreduce.groups import exchange
+    from ringreduce.groups import arrivals, exchange
 
     with me.join(timeout=30.0 if ends else 2.0):
         dist.barrier()
@@ -219,7 +219,8 @@ def fails_again(me: Rank, ends: bool) -> Any:
         fails(0)
         agreed = ringreduce.agree()
         if me.rank == 2:
-            exchange.passed = lambda _: os.kill(os.getpid(), signal.SIGKILL) if ends else time.sleep(60)
+            for module in (arrivals, exchange):
+                module.passed = lambda _: os.kill(os.getpid(), signal.SIGKILL) if ends else time.sleep(60)
         with pytest.raises(PeerLost if ends else CollectiveTimeout) as error:
             dist.shrink_group(agreed.lost, shrink_flags=ABORT)
         return error.value.culprit, str(error.value)
@@ -292,7 +293,7 @@ def dies_at(me: Rank, victim: int, stage: str) -> Any:
 
 
 def _die_at(stage: str) -> None:
-    from ringreduce.groups import exchange, make, meet
+    from ringreduce.groups import arrivals, exchange, make, meet
 
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -319,7 +320,7 @@ def _die_at(stage: str) -> None:
 
     rounds.Membership._ask = dying_ask  # type: ignore[method-assign]
     rounds.Membership._view_of = dying_view_of  # type: ignore[method-assign]
-    for module in (exchange, meet, make):
+    for module in (arrivals, exchange, meet, make):
         module.passed = passed  # type: ignore[attr-defined]
 
 

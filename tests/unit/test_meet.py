@@ -36,8 +36,9 @@ from ringreduce.errors import (
     SystemFailure,
     TopologyError,
 )
-from ringreduce.groups import exchange as exchange_module
-from ringreduce.groups.exchange import NOTHING, Beforehand, Exchange
+from ringreduce.groups import arrivals
+from ringreduce.groups.arrivals import NOTHING, Beforehand
+from ringreduce.groups.exchange import Exchange
 from ringreduce.groups.meet import Meeting, meet
 from ringreduce.network.listener import Peer
 from ringreduce.network.local import receive
@@ -475,7 +476,7 @@ def test_what_a_process_left_that_ended_before_this_one_began(
     earlier = Exchange(store, rank, 2, 20.0)
     ended = identity()._replace(began=identity().began - 1)
     with monkeypatch.context() as patch:
-        patch.setattr(exchange_module, "identity", lambda: ended)
+        patch.setattr(arrivals, "identity", lambda: ended)
         earlier.arrive({"who": ended})
         if gave_up:
             earlier.give_up(SystemFailure("no memory"))
@@ -483,12 +484,12 @@ def test_what_a_process_left_that_ended_before_this_one_began(
         attempt(store, 1 - rank, 2)  # this process is older than the arrival: so it is of this attempt
     earlier = Exchange(store, rank, 2, 20.0)
     with monkeypatch.context() as patch:
-        patch.setattr(exchange_module, "identity", lambda: ended)
+        patch.setattr(arrivals, "identity", lambda: ended)
         earlier.arrive({"who": ended})
         if gave_up:
             earlier.give_up(SystemFailure("no memory"))
     now = time.time()
-    monkeypatch.setattr(exchange_module, "process_began", lambda: now)
+    monkeypatch.setattr(arrivals, "process_began", lambda: now)
     meetings = both(lambda: attempt(store, 1 - rank, 2), lambda: time.sleep(0.3) or attempt(store, rank, 2))  # type: ignore[func-returns-value]
     assert all(isinstance(meeting, Meeting) for meeting in meetings), meetings
     close(meetings)
@@ -499,7 +500,7 @@ def test_a_rank_of_an_attempt_on_another_host_that_nobody_sees_end(monkeypatch: 
     store = HashStore()
     elsewhere = identity()._replace(pids="another machine's")
     with monkeypatch.context() as patch:
-        patch.setattr(exchange_module, "identity", lambda: elsewhere)
+        patch.setattr(arrivals, "identity", lambda: elsewhere)
         Exchange(store, 0, 2, 20.0).arrive({"who": elsewhere})
     meetings = both(lambda: attempt(store, 1, 2), lambda: time.sleep(0.3) or attempt(store, 0, 2))  # type: ignore[func-returns-value]
     assert all(isinstance(meeting, Meeting) for meeting in meetings), meetings
@@ -520,10 +521,10 @@ def test_rank_0_ignores_arrivals_of_the_group_that_it_made_before() -> None:
 
 
 def test_subgroups_that_are_made_leave_nothing_in_memory() -> None:
-    store, before = HashStore(), len(exchange_module._over)
+    store, before = HashStore(), len(arrivals.over)
     for _ in range(3):
         close(both(*(lambda rank=rank: attempt(store, rank, 2, within="whole") for rank in range(2))))  # type: ignore[misc]
-    assert len(exchange_module._over) == before
+    assert len(arrivals.over) == before
 
 
 def test_a_subgroup_that_is_made_again_after_a_failure() -> None:
