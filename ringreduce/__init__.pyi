@@ -28,8 +28,6 @@ from ringreduce import (
 )
 from ringreduce._C import Feedback as Feedback
 from ringreduce.api import (
-    Array,
-    Group,
     P2POp as P2POp,
     Rank,
     ReduceOp,
@@ -44,6 +42,7 @@ from ringreduce.api import (
 from ringreduce.config import Options as Options
 from ringreduce.groups.arena import arena_stats as arena_stats, share_allocations as share_allocations
 from ringreduce.groups.as_gloo import as_gloo as as_gloo
+from ringreduce.groups.calling import Array, Group
 from ringreduce.groups.stats import dump_flight_record as dump_flight_record, stats as stats, topology_of as topology_of
 from ringreduce.groups.survivors import Agreement as Agreement, agree as agree
 from ringreduce.groups.tensors import (

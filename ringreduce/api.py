@@ -39,26 +39,32 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, SupportsIndex, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
-import numpy as np
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
-from torch.autograd.graph import increment_version
 
 from ringreduce import _C, operators
 from ringreduce import plan as plans
 from ringreduce.common.units import duration
 from ringreduce.errors import InvalidArgument
-from ringreduce.gpu import arrays, nccl
+from ringreduce.gpu import nccl
+from ringreduce.groups.calling import (
+    Array,
+    Group,
+    Many,
+    Work,
+    call_backend,
+    copied,
+    lists_of_root,
+    message,
+    options_of,
+    rank_in,
+    tensor_of,
+)
 from ringreduce.groups.lookup import backend_of, registered
-from ringreduce.groups.tensors import copy_values, from_numpy
 
-Array: TypeAlias = torch.Tensor | np.ndarray[Any, Any]
 ReduceOp: TypeAlias = dist.ReduceOp | dist.ReduceOp.RedOpType | operators.Op
-Group: TypeAlias = dist.ProcessGroup | None
-Work: TypeAlias = dist.Work | None
 Rank: TypeAlias = int | None
 SUM = dist.ReduceOp.SUM
 
@@ -87,15 +93,15 @@ def all_reduce(
     """
     if wire_dtype is not None or feedback is not None:
         _check_wire(op, wire_dtype, feedback)
-        options = _options(dist.AllreduceOptions, async_op, reduceOp=op)
-        given = _Many((tensor if out is None else _copied(tensor, out),))
-        return _call(group, "allreduce_packed", given, options=options, others=(wire_dtype, feedback))
+        options = options_of(dist.AllreduceOptions, async_op, reduceOp=op)
+        given = Many((tensor if out is None else copied(tensor, out),))
+        return call_backend(group, "allreduce_packed", given, options=options, others=(wire_dtype, feedback))
     if not async_op and _C.all_reduce_now(group, tensor, op, out):
         return None
     if isinstance(op, operators.Op):
         return operators.all_reduce(op, tensor, group, async_op, out)
-    options = _options(dist.AllreduceOptions, async_op, reduceOp=op)
-    return _call(group, "allreduce", _Many((tensor if out is None else _copied(tensor, out),)), options=options)
+    options = options_of(dist.AllreduceOptions, async_op, reduceOp=op)
+    return call_backend(group, "allreduce", Many((tensor if out is None else copied(tensor, out),)), options=options)
 
 
 def all_reduce_coalesced(
@@ -109,8 +115,8 @@ def all_reduce_coalesced(
     """
     if isinstance(op, operators.Op):
         return operators.all_reduce_coalesced(op, tensors, group, async_op)
-    options = _options(dist.AllreduceCoalescedOptions, async_op, reduceOp=op)
-    return _call(group, "allreduce_coalesced", _Many(tensors), options=options)
+    options = options_of(dist.AllreduceCoalescedOptions, async_op, reduceOp=op)
+    return call_backend(group, "allreduce_coalesced", Many(tensors), options=options)
 
 
 def broadcast(
@@ -122,8 +128,8 @@ def broadcast(
     """
     if not async_op and _C.broadcast_now(group, tensor, src, group_src):
         return None
-    options = _options(dist.BroadcastOptions, async_op, rootRank=_rank_in(group, "src", src, group_src))
-    return _call(group, "broadcast", _Many((tensor,)), options=options)
+    options = options_of(dist.BroadcastOptions, async_op, rootRank=rank_in(group, "src", src, group_src))
+    return call_backend(group, "broadcast", Many((tensor,)), options=options)
 
 
 def reduce(
@@ -140,11 +146,11 @@ def reduce(
 
     The number of elements and the dtype are the same on all ranks. `out` has the shape, dtype and device of `tensor`.
     """
-    root = _rank_in(group, "dst", dst, group_dst)
+    root = rank_in(group, "dst", dst, group_dst)
     if isinstance(op, operators.Op):
         return operators.reduce(op, tensor, root, group, async_op, out)
-    options = _options(dist.ReduceOptions, async_op, reduceOp=op, rootRank=root)
-    return _call(group, "reduce", _Many((tensor if out is None else _copied(tensor, out),)), options=options)
+    options = options_of(dist.ReduceOptions, async_op, reduceOp=op, rootRank=root)
+    return call_backend(group, "reduce", Many((tensor if out is None else copied(tensor, out),)), options=options)
 
 
 def all_gather(tensor_list: Sequence[Array], tensor: Array, group: Group = None, async_op: bool = False) -> Work:
@@ -153,8 +159,8 @@ def all_gather(tensor_list: Sequence[Array], tensor: Array, group: Group = None,
     `tensor_list` has a tensor for each rank, in the order of ranks in `group`. Sizes may differ between ranks:
     `tensor_list[r]` has as many elements as rank r's `tensor`.
     """
-    options = _options(AllgatherOptions, async_op)
-    return _call(group, "allgather", _Many((_Many(tensor_list),)), _Many((tensor,)), options=options)
+    options = options_of(AllgatherOptions, async_op)
+    return call_backend(group, "allgather", Many((Many(tensor_list),)), Many((tensor,)), options=options)
 
 
 def all_gather_single(output_tensor: Array, input_tensor: Array, group: Group = None, async_op: bool = False) -> Work:
@@ -166,8 +172,8 @@ def all_gather_single(output_tensor: Array, input_tensor: Array, group: Group = 
     """
     if not async_op and _C.all_gather_now(group, output_tensor, input_tensor):
         return None
-    options = _options(AllgatherOptions, async_op)
-    return _call(group, "_allgather_base", output_tensor, input_tensor, options=options)
+    options = options_of(AllgatherOptions, async_op)
+    return call_backend(group, "_allgather_base", output_tensor, input_tensor, options=options)
 
 
 all_gather_into_tensor = all_gather_single
@@ -183,8 +189,8 @@ def reduce_scatter(
     """
     if isinstance(op, operators.Op):
         return operators.reduce_scatter(op, output, input_list, group, async_op)
-    options = _options(dist.ReduceScatterOptions, async_op, reduceOp=op)
-    return _call(group, "reduce_scatter", _Many((output,)), _Many((_Many(input_list),)), options=options)
+    options = options_of(dist.ReduceScatterOptions, async_op, reduceOp=op)
+    return call_backend(group, "reduce_scatter", Many((output,)), Many((Many(input_list),)), options=options)
 
 
 def reduce_scatter_single(
@@ -200,8 +206,8 @@ def reduce_scatter_single(
         return None
     if isinstance(op, operators.Op):
         return operators.reduce_scatter_single(op, output, input, group, async_op)
-    options = _options(dist.ReduceScatterOptions, async_op, reduceOp=op)
-    return _call(group, "_reduce_scatter_base", output, input, options=options)
+    options = options_of(dist.ReduceScatterOptions, async_op, reduceOp=op)
+    return call_backend(group, "_reduce_scatter_base", output, input, options=options)
 
 
 reduce_scatter_tensor = reduce_scatter_single
@@ -220,10 +226,10 @@ def gather(
     The destination gives a tensor for each rank, with as many elements as `tensor`; other ranks give no list. All
     ranks' `tensor` have the same number of elements.
     """
-    root = _rank_in(group, "dst", dst, group_dst)
-    lists = _lists_of_root(group, root, "gather_list", gather_list)
-    return _call(
-        group, "gather", lists, _Many((tensor,)), options=_options(dist.GatherOptions, async_op, rootRank=root)
+    root = rank_in(group, "dst", dst, group_dst)
+    lists = lists_of_root(group, root, "gather_list", gather_list)
+    return call_backend(
+        group, "gather", lists, Many((tensor,)), options=options_of(dist.GatherOptions, async_op, rootRank=root)
     )
 
 
@@ -240,10 +246,10 @@ def scatter(
     The source gives a tensor for each rank, with as many elements as `tensor`; other ranks give no list. All ranks'
     `tensor` have the same number of elements.
     """
-    root = _rank_in(group, "src", src, group_src)
-    lists = _lists_of_root(group, root, "scatter_list", scatter_list)
-    return _call(
-        group, "scatter", _Many((tensor,)), lists, options=_options(dist.ScatterOptions, async_op, rootRank=root)
+    root = rank_in(group, "src", src, group_src)
+    lists = lists_of_root(group, root, "scatter_list", scatter_list)
+    return call_backend(
+        group, "scatter", Many((tensor,)), lists, options=options_of(dist.ScatterOptions, async_op, rootRank=root)
     )
 
 
@@ -255,8 +261,8 @@ def all_to_all(
     Both lists have a tensor for each rank. Sizes may all differ, as long as the two tensors of each pair have the same
     number of elements. Raises `CollectiveMismatch` if they do not; the group stays usable then.
     """
-    options = _options(dist.AllToAllOptions, async_op)
-    return _call(group, "alltoall", _Many(output_tensor_list), _Many(input_tensor_list), options=options)
+    options = options_of(dist.AllToAllOptions, async_op)
+    return call_backend(group, "alltoall", Many(output_tensor_list), Many(input_tensor_list), options=options)
 
 
 def all_to_all_single(
@@ -276,8 +282,8 @@ def all_to_all_single(
     if not (async_op or output_split_sizes or input_split_sizes) and _C.all_to_all_now(group, output, input):
         return None
     splits = list(output_split_sizes or ()), list(input_split_sizes or ())
-    options = _options(dist.AllToAllOptions, async_op)
-    return _call(group, "alltoall_base", output, input, options=options, others=splits)
+    options = options_of(dist.AllToAllOptions, async_op)
+    return call_backend(group, "alltoall_base", output, input, options=options, others=splits)
 
 
 def barrier(
@@ -291,10 +297,10 @@ def barrier(
     `timeout` is a timedelta or seconds; the default is the group's timeout. `device_ids`, which tells NCCL its GPU, is
     not used.
     """
-    options = _options(dist.BarrierOptions, async_op)
+    options = options_of(dist.BarrierOptions, async_op)
     if timeout is not None:
         options.timeout = duration("timeout", timeout)
-    return _call(group, "barrier", options=options)
+    return call_backend(group, "barrier", options=options)
 
 
 def monitored_barrier(
@@ -319,7 +325,7 @@ def isend(tensor: Array, dst: Rank = None, group: Group = None, tag: int = 0, gr
 
     `tag` is a whole number from 0. Messages between two ranks with the same tag arrive in the order of the calls.
     """
-    return _message(group, "send", tensor, _rank_in(group, "dst", dst, group_dst, required=True), tag)
+    return message(group, "send", tensor, rank_in(group, "dst", dst, group_dst, required=True), tag)
 
 
 def irecv(tensor: Array, src: Rank = None, group: Group = None, tag: int = 0, group_src: Rank = None) -> dist.Work:
@@ -330,8 +336,8 @@ def irecv(tensor: Array, src: Rank = None, group: Group = None, tag: int = 0, gr
     elements or another dtype than `tensor`; the group stays usable then.
     """
     if src is None and group_src is None:
-        return _message(group, "recv_anysource", tensor, tag)
-    return _message(group, "recv", tensor, _rank_in(group, "src", src, group_src), tag)
+        return message(group, "recv_anysource", tensor, tag)
+    return message(group, "recv", tensor, rank_in(group, "src", src, group_src), tag)
 
 
 def send(tensor: Array, dst: Rank = None, group: Group = None, tag: int = 0, group_dst: Rank = None) -> None:
@@ -360,10 +366,10 @@ class P2POp(dist.P2POp):
     `tensor` a NumPy array. Arrays of other GPU libraries are not accepted."""
 
     def __new__(cls, op: Callable[..., Any], tensor: Array, *others: Any, **named: Any) -> P2POp:
-        return cast(P2POp, super().__new__(cls, _OF_TORCH.get(op, op), _tensor(tensor, None), *others, **named))
+        return cast(P2POp, super().__new__(cls, _OF_TORCH.get(op, op), tensor_of(tensor, None), *others, **named))
 
     def __init__(self, op: Callable[..., Any], tensor: Array, *others: Any, **named: Any) -> None:
-        super().__init__(_OF_TORCH.get(op, op), _tensor(tensor, None), *others, **named)
+        super().__init__(_OF_TORCH.get(op, op), tensor_of(tensor, None), *others, **named)
 
 
 _OF_TORCH: dict[Callable[..., Any], Callable[..., Any]] = {isend: dist.isend, irecv: dist.irecv}
@@ -413,80 +419,6 @@ def use_nccl(communicator: object, group: dist.ProcessGroup | None = None) -> No
     backend.use_nccl(_C.nccl_device_of(address), address)
 
 
-def _rank_in(group: Group, name: str, rank: int | None, group_rank: int | None, required: bool = False) -> int:
-    """The rank in `group` that a call means by its arguments `name` (a rank of the world) and `group_` + `name`."""
-    for which, value in ((name, rank), (f"group_{name}", group_rank)):
-        if value is not None and not isinstance(value, SupportsIndex):
-            raise InvalidArgument(f"{which} is {value!r:.60}; it must be a whole number, a rank")
-    if group_rank is not None:
-        if rank is not None:
-            raise InvalidArgument(f"{name} is {rank!r} and group_{name} is {group_rank!r}; give one of the two")
-        return group_rank
-    if rank is None:
-        if required:
-            raise InvalidArgument(f"{name} is None; give a global rank, or group_{name}")
-        rank = 0
-    ranks = backend_of(group).options.global_ranks_in_group
-    if rank in ranks:
-        return int(ranks.index(rank))
-    raise InvalidArgument(f"{name} is {rank!r}; it must be the global rank of a member: {ranks}; or use group_{name}")
-
-
-def _lists_of_root(group: Group, root: int, name: str, given: Sequence[Array] | None) -> _Many:
-    """What gather and scatter hand on of the list `name`, which the root alone gives."""
-    if given is not None:
-        return _Many((_Many(given),))
-    backend = backend_of(group)
-    if backend.rank() == root:
-        raise InvalidArgument(
-            f"{name} is None on rank {root} of the group, the root; it must have a tensor for each of the "
-            f"{backend.size()} ranks"
-        )
-    return _Many()
-
-
-def _options(kind: Callable[[], Any], async_op: bool, **values: Any) -> Any:
-    options = kind()
-    for name, value in {"asyncOp": async_op, **values}.items():
-        try:
-            setattr(options, name, value)
-        except TypeError:
-            meant = value.upper() if isinstance(value, str) else ""
-            known = meant if meant in dist.ReduceOp.RedOpType.__members__ else "SUM"
-            operation = f"torch.distributed.ReduceOp.{known}, another ReduceOp, or a ringreduce.Op, such as Op.torch(f)"
-            names = {"reduceOp": ("op", operation), "asyncOp": ("async_op", "True or False")}
-            ours, wanted = names.get(name, (name, "a whole number"))
-            raise InvalidArgument(f"{ours} is {value!r:.60}; it must be {wanted}") from None
-    return options
-
-
-class _Many(tuple[Any, ...]):
-    """What a backend takes a list for, unlike a list that a user has given in place of an array."""
-
-
-def _call(group: Group, method: str, *given: Any, options: Any, others: tuple[Any, ...] = ()) -> Work:
-    """Makes the call of the group's backend on arrays and `_Many` of them, the first of which it writes, and on
-    `others`."""
-    guests = arrays.Guests()
-    backend = backend_of(group)
-    tensors = [_tensors(each, guests) for each in given]
-    if method not in _ROOTED or _ROOTED[method] == (options.rootRank == backend.rank()):
-        increment_version(_flat(tensors[:1]))
-    work = getattr(backend, method)(*tensors, *others, options)
-    if options.asyncOp:
-        return guests.work(work)
-    guests.order()  # a synchronous call has ended, or is in its stream, or has raised
-    return None
-
-
-_ROOTED = {"reduce": True, "broadcast": False}
-"""Calls that write on the root alone, or everywhere else."""
-
-
-def _flat(tensors: Any) -> list[torch.Tensor]:
-    return [tensors] if isinstance(tensors, torch.Tensor) else [each for part in tensors for each in _flat(part)]
-
-
 def _check_wire(op: Any, wire_dtype: Any, feedback: Any) -> None:
     if isinstance(op, operators.Op):
         raise InvalidArgument(f"op is {op!r}; with wire_dtype or feedback it must be a torch.distributed.ReduceOp")
@@ -494,38 +426,3 @@ def _check_wire(op: Any, wire_dtype: Any, feedback: Any) -> None:
         raise InvalidArgument(f"wire_dtype is {wire_dtype!r:.60}; it must be a name, such as 'int8'")
     if not isinstance(feedback, _C.Feedback | None):
         raise InvalidArgument(f"feedback is {feedback!r:.60}; it must be a ringreduce.Feedback(), kept between calls")
-
-
-def _message(group: Group, method: str, tensor: Array, *peer_and_tag: int) -> dist.Work:
-    guests = arrays.Guests()
-    function = getattr(backend_of(group), method)
-    tensors = [_tensor(tensor, guests)]
-    if method != "send":
-        increment_version(tensors)
-    return guests.work(function(tensors, *peer_and_tag))
-
-
-def _copied(tensor: Array, out: Array) -> Array:
-    """`out`, with the values of `tensor`."""
-    guests = arrays.Guests()
-    copy_values(_tensor(tensor, guests), _tensor(out, guests))
-    guests.order()
-    return out
-
-
-def _tensors(given: Any, guests: arrays.Guests) -> Any:
-    """`given`, an array or `_Many`, with tensors in place of arrays and lists in place of `_Many`."""
-    return [_tensors(each, guests) for each in given] if isinstance(given, _Many) else _tensor(given, guests)
-
-
-def _tensor(array: Array, guests: arrays.Guests | None) -> torch.Tensor:
-    if isinstance(array, torch.Tensor):
-        return array
-    if guests is not None and hasattr(array, "__cuda_array_interface__"):
-        return guests.borrow(array)
-    if not isinstance(array, np.ndarray | np.generic):
-        raise InvalidArgument(
-            f"tensor is a {type(array).__name__}; it must be a torch.Tensor, a NumPy array, or a GPU array with "
-            "__cuda_array_interface__, such as CuPy's"
-        )
-    return from_numpy(array)

@@ -23,9 +23,10 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from ringreduce import _C
-from ringreduce.api import Work, all_gather_single, all_reduce, all_to_all_single
+from ringreduce.api import all_gather_single, all_reduce, all_to_all_single
 from ringreduce.errors import InvalidArgument
 from ringreduce.groups.between_hosts import PACKED
+from ringreduce.groups.calling import Work
 
 WIRE_DTYPES = tuple(name for name, share in PACKED.items() if share < 1)
 

@@ -98,14 +98,8 @@ def start(
     timeout = duration("start: timeout", timeout, positive=True)
     patience = duration("start: patience", patience, positive=True)
     silence = timeout if expel_after is None else duration("start: expel_after", expel_after, positive=True)
-    if dist.is_initialized():
-        raise InvalidArgument(
-            "start: this process has a default group; call world.leave() or dist.destroy_process_group() first"
-        )
-    values, rank, world_size = _meeting_point(store, rank, world_size, timeout)
+    here, rank, world_size = _meeting_point(store, rank, world_size, timeout)
     founders = _check_counts(least, spares, unit, world_size)
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    here = KeyStore(values, f"ringreduce/elastic/{restart}/")
     settings = Settings(
         me=f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}",
         options=options,
@@ -119,6 +113,10 @@ def start(
         context=WorldContext(here),
     )
     _names.append(settings.me)
+    return _take_part(settings, here, rank, founders)
+
+
+def _take_part(settings: Settings, here: KeyStore, rank: int, founders: int) -> World:
     founding = Founding(here, lambda: settings.context.queue.latest() is not None)
     # Who comes again before the first members have made their group is one of them again.
     try:
@@ -133,8 +131,12 @@ def start(
 
 def _meeting_point(
     store: Store | str | None, rank: int, world_size: int, timeout: timedelta
-) -> tuple[Values, int, int]:
+) -> tuple[KeyStore, int, int]:
     """Where the processes meet, and this process's rank among `world_size`, by the arguments of `start`."""
+    if dist.is_initialized():
+        raise InvalidArgument(
+            "start: this process has a default group; call world.leave() or dist.destroy_process_group() first"
+        )
     by_environment = store is None or (isinstance(store, str) and rank == -1)
     if store is None:
         store, rank, world_size = next(env_rendezvous("env://", rank, world_size, timeout=timeout))
@@ -151,11 +153,16 @@ def _meeting_point(
         raise InvalidArgument(
             f"start: rank is {rank!r} and world_size {world_size!r}; with a store, give both: 0 <= rank < world_size"
         )
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return KeyStore(_values(store), f"ringreduce/elastic/{restart}/"), rank, world_size
+
+
+def _values(store: Store | str) -> Values:
     if not isinstance(store, str):
-        return Bounded(store), rank, world_size
+        return Bounded(store)
     from ringreduce.coordination.etcd import Etcd
 
-    return Etcd(store), rank, world_size
+    return Etcd(store)
 
 
 def _number(variable: str) -> int:

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ringreduce.common.failures import RingReduceError
-from ringreduce.coordination.endpoint import Endpoint
+from ringreduce.common.failures import InvalidArgument, RingReduceError
+from ringreduce.coordination.endpoint import Config, Endpoint
 from ringreduce.coordination.store import value_of
 from ringreduce.coordination.wait import CHECK_PROCESSES
 from ringreduce.groups.arrivals import WHO, Arrivals, over, passed
@@ -89,6 +89,20 @@ class Exchange(Arrivals):
         if self.rank == 0:
             return self.publish(phase, self.decide(answer, self.collect(phase)))
         return self.answer(phase)
+
+    def check_configs(self, ranks: Sequence[Endpoint]) -> None:
+        """Raises `InvalidArgument` if two ranks have different `config`s."""
+        first: Config = ranks[0]["config"]
+        for r, other in enumerate(ranks):
+            config: Config = other["config"]
+            differ = [name for name in {**first, **config} if first.get(name) != config.get(name)]
+            if differ:
+                ours, its = (", ".join(f"{name}={each.get(name)!r}" for name in differ) for each in (first, config))
+                raise InvalidArgument(
+                    f"options differ between ranks: {self.describe(0)} has {ours}; {self.describe(r)} has {its}; "
+                    "give all ranks the same ringreduce.Options and RINGREDUCE_* variables",
+                    r,
+                )
 
     def decide(self, answer: Callable[[list[Any]], Any], values: list[Any]) -> Any:
         try:

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import itertools
 import logging
-import mmap
 import multiprocessing.util
 import os
 import sys
@@ -24,16 +23,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-from ringreduce import _C, plan
+from ringreduce import _C
 from ringreduce.common.cores import crowded
 from ringreduce.config import (
     LEAST_SLICE_GLOO,
     MOST_SLICE_GLOO,
-    SPINS_SHARING_CORES,
-    SPINS_WITH_LINKS,
-    SPINS_WITH_OWN_CORE,
-    YIELDS_SHARING_CORES,
-    YIELDS_WITH_OWN_CORE,
     Options,
     fetch_from,
     resolve,
@@ -52,8 +46,9 @@ from ringreduce.groups.arrivals import NOTHING, WHO, beforehand, passed
 from ringreduce.groups.choices import Choices, add_plans
 from ringreduce.groups.decision import Decision, decide, decide_by_endpoints, decide_over_gloo
 from ringreduce.groups.exchange import Exchange
+from ringreduce.groups.layout import geometry_for, ledger_at, memory_for, patience_for
 from ringreduce.groups.lookup import found_in, registered, remember
-from ringreduce.groups.meet import Meeting, agree_on_config, meet
+from ringreduce.groups.meet import Meeting, meet
 from ringreduce.groups.order import Order
 from ringreduce.groups.ready import agreed, location_of
 from ringreduce.groups.survivors import (
@@ -235,31 +230,18 @@ class GroupSpec:
 
     def _with_memory(self) -> tuple[_C.ProcessGroupRing, Decision, Links | None]:
         """Ranks of one host share memory; those on several have links over TCP besides."""
-        exchange, options, size, before = self.exchange, self.options, self.exchange.size, self.exchange.before
-        memory = before.prepared.memory if before.prepared else _C.OpenMemory() if options.fetch and size > 1 else None
+        exchange, options, size = self.exchange, self.options, self.exchange.size
+        prepared = exchange.before.prepared
+        memory = prepared.memory if prepared else _C.OpenMemory() if options.fetch and size > 1 else None
         arena = open_arena(options)
-        decides = functools.partial(decide, exchange.ranks, options)
-        meeting = meet(
-            exchange,
-            lambda decision: _memory_for(size, options, Decision.load(decision).channels),
-            agreed(options),
-            functools.partial(decide_by_endpoints, before.endpoints, decides) if before.prepared else decides,
-            memory,
-            location_of(options),
-            arena,
-        )
-        passed("group: met")
-        here = next(host for host in meeting.hosts if exchange.rank in host)
-        wrong = crowded(len(here), torch.get_num_threads(), len(meeting.cores))
-        if wrong and exchange.rank == here[0] and not exchange.job:  # not for each group of the world's ranks
-            log.warning("%s: they slow each other down; %s; torchrun does so, and other launchers do not", *wrong)
+        meeting = self._meet(memory, arena)
         try:
             decision = Decision.load(meeting.decision)
             if decision.error:
                 raise TopologyError(decision.error, 0)
             links = _links(exchange, options, meeting, decision) if meeting.door else None
             geometry = geometry_for(size, options, decision.channels)
-            ledger = None if links else Ledger(meeting.memfd, _ledger_at(geometry), ledger_bytes(size))
+            ledger = None if links else Ledger(meeting.memfd, ledger_at(geometry), ledger_bytes(size))
             of_transport = _transport(options, meeting, decision, links)
             settings = self._settings(decision, meeting.names, ledger, links, **of_transport)
         except BaseException:
@@ -294,6 +276,26 @@ class GroupSpec:
                 raise
         passed("group: made")
         return group, decision, links
+
+    def _meet(self, memory: _C.OpenMemory | None, arena: int) -> Meeting:
+        """Returns when the ranks of this host are there, and all others known."""
+        exchange, options, before = self.exchange, self.options, self.exchange.before
+        decides = functools.partial(decide, exchange.ranks, options)
+        meeting = meet(
+            exchange,
+            lambda decision: memory_for(exchange.size, options, Decision.load(decision).channels),
+            agreed(options),
+            functools.partial(decide_by_endpoints, before.endpoints, decides) if before.prepared else decides,
+            memory,
+            location_of(options),
+            arena,
+        )
+        passed("group: met")
+        here = next(host for host in meeting.hosts if exchange.rank in host)
+        wrong = crowded(len(here), torch.get_num_threads(), len(meeting.cores))
+        if wrong and exchange.rank == here[0] and not exchange.job:  # not for each group of the world's ranks
+            log.warning("%s: they slow each other down; %s; torchrun does so, and other launchers do not", *wrong)
+        return meeting
 
     def _over_gloo(self) -> tuple[_C.ProcessGroupRing, Decision, None]:
         exchange, options = self.exchange, self.options
@@ -403,7 +405,7 @@ def _call_roll(exchange: Exchange, config: Config, decide: Callable[[], str]) ->
     """
 
     def answer(ranks: list[Any]) -> dict[str, Any]:
-        agree_on_config(exchange, ranks)
+        exchange.check_configs(ranks)
         return {"who": [each["who"] for each in ranks], "ids": [each["id"] for each in ranks], "decision": decide()}
 
     exchange.arrive({"who": identity(), "config": config})
@@ -468,43 +470,3 @@ def show_log() -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("[ringreduce] %(message)s"))
         package.addHandler(handler)
-
-
-def _memory_for(size: int, options: Options, plan_channels: int) -> int:
-    """The bytes that the ranks of a host share: their regions, then their ledger."""
-    return _ledger_at(geometry_for(size, options, plan_channels)) + ledger_bytes(size)
-
-
-def _ledger_at(geometry: _C.Geometry) -> int:
-    """Where the ledger begins: behind the regions, on a page of its own."""
-    return -(-geometry.segment_bytes() // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def geometry_for(size: int, options: Options, plan_channels: int) -> _C.Geometry:
-    """The slots that fit the memory the options allow. More ranks mean more and smaller slots.
-
-    `plan_channels` is what the topology's plans need; channels that no plan uses take address space only.
-    """
-    mailbox_depth = 4
-    return _C.Geometry(
-        ranks=size,
-        channels=max(options.parts.channels, plan_channels),
-        depth=plan.slot_depth(size),
-        slot_bytes=slot_bytes_for(size, options),
-        mailbox_depth=mailbox_depth,
-        mailbox_slot_bytes=min(
-            max(options.parts.mailbox_bytes // (size * mailbox_depth) // 4096 * 4096, 4096), 256 * 1024
-        ),
-    )
-
-
-def patience_for(options: Options, decision: Decision, crowded: bool, links: bool) -> tuple[int, int, bool]:
-    """How long a waiting rank keeps its core: looks before it yields, yields before it sleeps, and whether in small
-    calls the looks depend on the other ranks of its core instead."""
-    looks = SPINS_WITH_LINKS if links else SPINS_SHARING_CORES if crowded else SPINS_WITH_OWN_CORE
-    yields = (decision.yields or YIELDS_SHARING_CORES) if crowded else YIELDS_WITH_OWN_CORE
-    return (
-        options.parts.spins or looks,
-        options.parts.yields or yields,
-        crowded and not links and not options.parts.spins,
-    )

@@ -10,7 +10,7 @@
 4. If there are several hosts, every rank listens for the others (`links`) and tells the store where.
 
 A rank that cannot go on says so in the store, so that the others need not wait for it. The end of a process is seen by
-those that are connected with it, and by the others of its machine that wait for it (`store.Exchange`).
+those that are connected with it, and by the others of its machine that wait for it (`groups.arrivals`).
 
 A pidfd becomes readable when its process ends, whoever holds it. That is how a dead peer is found out: unlike an open
 socket it is not kept alive by forked children (DataLoader workers), and it works across pid namespaces.
@@ -37,7 +37,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ringreduce.common.descriptors import above_streams, duplicate, make_above_streams
 from ringreduce.common.failures import (
     CollectiveTimeout,
-    InvalidArgument,
     PeerLost,
     RingReduceError,
     SystemFailure,
@@ -148,7 +147,7 @@ def meet(
     `location` cannot be, `TopologyError` if all have to be on one host and are not, `CollectiveMismatch` if another
     rank makes a group of other ranks, `PeerLost` if another rank has raised one of these for itself, or has died.
     """
-    rank, size = exchange.rank, exchange.size
+    rank = exchange.rank
     try:
         with contextlib.closing(exchange.before.prepared or PreparedEndpoint(location, config, memory)) as ready:
             me = _Announced(exchange, ready)
@@ -177,27 +176,7 @@ def meet(
     except BaseException as error:
         exchange.give_up(error)
         raise
-    pidfds, arenas = [-1] * size, [-1] * size
-    for member in members:
-        if member.rank == rank:
-            close_all(member.descriptors())
-        else:
-            pidfds[member.rank], arenas[member.rank] = member.pidfd, member.arena
-    return Meeting(
-        memfd=memfd,
-        pidfds=pidfds,
-        arenas=arenas,
-        names=[(str(host), int(pid)) for host, pid, *_ in roster["who"]],
-        cores=frozenset(roster["cores"][roster["hosts"].index(here)]),
-        decision=str(roster["decision"]),
-        threads=[int(key[0]) for key in roster["memory"]] if all(member.near for member in members) else [],
-        hosts=roster["hosts"],
-        labels=roster["labels"],
-        secret=group_secret(bytes.fromhex(roster["secret"]), location.secret_file),
-        door=door,
-        doors=doors,
-        exchange=exchange,
-    )
+    return _meeting(exchange, location, roster, memfd, members, door, doors)
 
 
 class _Announced(NamedTuple):
@@ -222,7 +201,7 @@ def _roster(exchange: Exchange, ranks: Sequence[Endpoint], location: Location, d
     """What all are told, by what each has told."""
     for r, other in enumerate(ranks):
         exchange.know(r, other["who"])
-    agree_on_config(exchange, ranks)
+    exchange.check_configs(ranks)
     hosts = _hosts(ranks)
     if location.transport == "shared_memory" and len(hosts) > 1:
         one, another = exchange.describe(0), exchange.describe(hosts[1][0])
@@ -247,6 +226,39 @@ def _roster(exchange: Exchange, ranks: Sequence[Endpoint], location: Location, d
         "secret": ranks[0]["secret"],
         "decision": decide(cores, bool(memory) and _can_access_all(memory), hosts, labels),
     }
+
+
+def _meeting(
+    exchange: Exchange,
+    location: Location,
+    roster: Roster,
+    memfd: int,
+    members: list[_Member],
+    door: Door | None,
+    doors: list[list[Address]],
+) -> Meeting:
+    """What a rank knows when all of its host have joined it; closes what it has of itself."""
+    pidfds, arenas = [-1] * exchange.size, [-1] * exchange.size
+    for member in members:
+        if member.rank == exchange.rank:
+            close_all(member.descriptors())
+        else:
+            pidfds[member.rank], arenas[member.rank] = member.pidfd, member.arena
+    return Meeting(
+        memfd=memfd,
+        pidfds=pidfds,
+        arenas=arenas,
+        names=[(str(host), int(pid)) for host, pid, *_ in roster["who"]],
+        cores=frozenset(roster["cores"][next(at for at, host in enumerate(roster["hosts"]) if exchange.rank in host)]),
+        decision=str(roster["decision"]),
+        threads=[int(key[0]) for key in roster["memory"]] if all(member.near for member in members) else [],
+        hosts=roster["hosts"],
+        labels=roster["labels"],
+        secret=group_secret(bytes.fromhex(roster["secret"]), location.secret_file),
+        door=door,
+        doors=doors,
+        exchange=exchange,
+    )
 
 
 class _Leader(NamedTuple):
@@ -476,18 +488,3 @@ def _can_access_all(keys: list[list[int]]) -> bool:
     from ringreduce import _C  # here, as it needs torch
 
     return all(_C.can_access(*key) for key in keys)
-
-
-def agree_on_config(exchange: Exchange, ranks: Sequence[Endpoint]) -> None:
-    """Raises `InvalidArgument` if two ranks have different `config`s."""
-    first: Config = ranks[0]["config"]
-    for r, other in enumerate(ranks):
-        config: Config = other["config"]
-        differ = [name for name in {**first, **config} if first.get(name) != config.get(name)]
-        if differ:
-            ours, its = (", ".join(f"{name}={each.get(name)!r}" for name in differ) for each in (first, config))
-            raise InvalidArgument(
-                f"options differ between ranks: {exchange.describe(0)} has {ours}; {exchange.describe(r)} has {its}; "
-                "give all ranks the same ringreduce.Options and RINGREDUCE_* variables",
-                r,
-            )

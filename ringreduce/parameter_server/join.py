@@ -104,10 +104,7 @@ def join(
     workers = whole("workers", workers, 0, f"a number of workers, 0 to {MOST_WORKERS}", MOST_WORKERS)
     store, rank, size = _surroundings(store, rank, size)
     if role == "worker":
-        founding.find(entry, store)
-        entry.worker = entry.servers - 1 + entry.store.add("later workers", 1)
-        _check_sizes(entry)
-        return _wait_for_workers(enter(entry, None), entry, workers)
+        return _wait_for_workers(_come(entry, store), entry, workers)
     entry.memory, entry.listen = memory, listen
     entry, _, kv = founding.found(enter, entry, store, rank, size)
     return _wait_for_workers(kv, entry, workers)
@@ -221,6 +218,14 @@ def _surroundings(store: Any, rank: int | None, size: int | None) -> tuple[Any, 
         return store, rank, size
     check_alone("the parameter server", "give store=, rank= and size=")
     return HashStore(), 0, 1
+
+
+def _come(entry: Entry, store: Any) -> KeyValue:
+    """Joins as a worker what others have founded."""
+    founding.find(entry, store)
+    entry.worker = entry.servers - 1 + entry.store.add("later workers", 1)
+    _check_sizes(entry)
+    return enter(entry, None)
 
 
 def _wait_for_workers(kv: KeyValue, entry: Entry, workers: int) -> KeyValue:

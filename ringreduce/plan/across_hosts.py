@@ -124,44 +124,19 @@ def choose(
     `few_roundings` this plan gives way to the one that rounds least often, among those in which as many local ranks
     carry, that send no more bytes and are not slower by a clear margin.  A single host gets the built-in plans.
     """
-    for name, value in {"latency": latency, "message": message, "hop": hop}.items():
-        if not 0 <= value < inf:
-            raise PlanError(f"{name} is {value}; it must be a number of seconds, at least 0")
-    for name, value in {"bandwidth": bandwidth, "memory": memory}.items():
-        if not 0 < value < inf:
-            raise PlanError(f"{name} is {value}; it must be bytes per second, above 0")
-    if not 0 < packed <= 1:
-        raise PlanError(f"packed is {packed}; it must be a share of the bytes, above 0 and at most 1")
+    network = _Network(latency, bandwidth, packed, message, hop, memory)
+    network.check()
     candidates = shapes(collective, hosts)
     size = sum(map(len, hosts))
     depth = slot_depth(size)
     cut = slicing or Slicing(4, 16384, max(4 * 1024**2 // depth // 4096 * 4096, 4096))
-
-    def seconds(name: str, shape: Shape, block_bytes: int) -> float:
-        rate = bandwidth if collective != "all_reduce" or name.endswith("one_shot") else bandwidth / packed
-        chunk = block_bytes * shape.chunk
-        rounds = max(1.0, chunk / cut.slice_bytes(chunk))
-        in_round = block_bytes / rounds
-        first = shape.delays * latency + shape.hops * hop + shape.messages * message
-        first += in_round * (shape.path / rate + shape.local / memory)
-        work = max(shape.messages * message + in_round * shape.wire / rate, in_round * shape.local / memory)
-        window = min(WINDOW, max(1, 2 * depth // max(shape.sends, 1)))  # a slot is in use for about half of a round
-        return first + (rounds - 1) * max(work, first / window)
-
-    chosen = []
+    packs, chosen = collective == "all_reduce", []
     for block_bytes in BLOCKS:
-        times = {name: seconds(name, shape, block_bytes) for name, shape in candidates.items()}
-        usual, *_ = times
-        best = min((name for name in times if name.startswith("hosts_")), key=times.__getitem__)
-        name = best if times[best] < MARGIN * times[usual] else usual
-        best = min(times, key=times.__getitem__)  # also where not every local rank carries its share
-        if times[best] < (1 if block_bytes <= cut.least_slice_bytes else MARGIN) * times[name]:
-            name = best
-        if few_roundings:
-            kind, most = name.partition("_")[0], times[name] / MARGIN
-            alike = [each for each in times if each.startswith(kind) and times[each] <= most]
-            as_short = [each for each in alike if candidates[each].wire <= candidates[name].wire]
-            name = min(as_short, key=lambda each: (candidates[each].roundings, each != name, times[each]))
+        times = {
+            name: network.seconds(shape, block_bytes, cut, depth, packs and not name.endswith("one_shot"))
+            for name, shape in candidates.items()
+        }
+        name = _choice(candidates, times, block_bytes <= cut.least_slice_bytes, few_roundings)
         chosen.append((block_bytes, name, 0))
     rules = list(sizes.ranges_between(collective, chosen))
     if len(hosts) == 1:
@@ -207,6 +182,54 @@ class Shape(NamedTuple):
     """Bytes of a chunk."""
     roundings: int = 0
     """Of a reduction: the steps that combine on the way of an input to the result, at most."""
+
+
+class _Network(NamedTuple):
+    """The figures of `choose`."""
+
+    latency: float
+    bandwidth: float
+    packed: float
+    message: float
+    hop: float
+    memory: float
+
+    def check(self) -> None:
+        for name in ("latency", "message", "hop"):
+            if not 0 <= getattr(self, name) < inf:
+                raise PlanError(f"{name} is {getattr(self, name)}; it must be a number of seconds, at least 0")
+        for name in ("bandwidth", "memory"):
+            if not 0 < getattr(self, name) < inf:
+                raise PlanError(f"{name} is {getattr(self, name)}; it must be bytes per second, above 0")
+        if not 0 < self.packed <= 1:
+            raise PlanError(f"packed is {self.packed}; it must be a share of the bytes, above 0 and at most 1")
+
+    def seconds(self, shape: Shape, block_bytes: int, cut: Slicing, depth: int, packed: bool) -> float:
+        """What a plan of this shape takes; `packed`: whether it may send fewer bytes."""
+        rate = self.bandwidth / self.packed if packed else self.bandwidth
+        chunk = block_bytes * shape.chunk
+        rounds = max(1.0, chunk / cut.slice_bytes(chunk))
+        in_round = block_bytes / rounds
+        first = shape.delays * self.latency + shape.hops * self.hop + shape.messages * self.message
+        first += in_round * (shape.path / rate + shape.local / self.memory)
+        work = max(shape.messages * self.message + in_round * shape.wire / rate, in_round * shape.local / self.memory)
+        window = min(WINDOW, max(1, 2 * depth // max(shape.sends, 1)))  # a slot is in use for about half of a round
+        return first + (rounds - 1) * max(work, first / window)
+
+
+def _choice(candidates: dict[str, Shape], times: dict[str, float], small: bool, few_roundings: bool) -> str:
+    usual, *_ = times
+    best = min((name for name in times if name.startswith("hosts_")), key=times.__getitem__)
+    name = best if times[best] < MARGIN * times[usual] else usual
+    best = min(times, key=times.__getitem__)  # also where not every local rank carries its share
+    if times[best] < (1 if small else MARGIN) * times[name]:
+        name = best
+    if few_roundings:
+        kind, most = name.partition("_")[0], times[name] / MARGIN
+        alike = [each for each in times if each.startswith(kind) and times[each] <= most]
+        as_short = [each for each in alike if candidates[each].wire <= candidates[name].wire]
+        name = min(as_short, key=lambda each: (candidates[each].roundings, each != name, times[each]))
+    return name
 
 
 def shapes(collective: str, hosts: Hosts) -> dict[str, Shape]:
@@ -317,10 +340,10 @@ def _units(collective: str, hosts: Hosts, rails: int) -> list[list[_Unit]]:
     """By block of the plan between hosts."""
     if collective not in BY_BLOCKS:
         return [[_Unit(rail, tuple(host[rail % len(host)] for host in hosts)) for rail in range(rails)]]
-    turn = count()
+    numbers = count()
 
     def carriers(owner: int, home: int) -> tuple[int, ...]:
-        number = next(turn)
+        number = next(numbers)
         return tuple(owner if at == home else host[number % len(host)] for at, host in enumerate(hosts))
 
     return [[_Unit(owner, carriers(owner, home)) for owner in host] for home, host in enumerate(hosts)]
@@ -429,8 +452,8 @@ def _for_root(collective: str, hosts: Hosts, root: int) -> tuple[tuple[int, ...]
     size = sum(map(len, hosts))
     if not 0 <= root < size:
         raise PlanError(f"root is {root}; the hosts have ranks 0..{size - 1}")
-    turn = root if collective in sizes.ROOTED else 0
-    return tuple(tuple((rank - turn) % size for rank in host) for host in hosts)
+    shift = root if collective in sizes.ROOTED else 0
+    return tuple(tuple((rank - shift) % size for rank in host) for host in hosts)
 
 
 def _check(hosts: Hosts) -> None:

@@ -35,7 +35,7 @@ def programs(collective: str, size: int, shapes: Mapping[int, Shape]) -> Iterato
     shape = layout(collective, size)
     steps: list[list[tuple[tuple[int, int, int], Step]]] = [[] for _ in range(size)]
     for block in range(shape.blocks):
-        turn = (block - block // size) % size if collective == "all_to_all" else 0
+        distance = (block - block // size) % size if collective == "all_to_all" else 0
         hops = shapes.get(block, ())
         before = _neighbours(hop[::-1] for hop in hops)
         after = _neighbours(iter(hops))
@@ -50,7 +50,7 @@ def programs(collective: str, size: int, shapes: Mapping[int, Shape]) -> Iterato
                 write=rank in wanted,
                 send=tuple(after.get(rank, ())),
             )
-            steps[rank].append(((turn, deep, block), step))
+            steps[rank].append(((distance, deep, block), step))
     for mine in steps:
         yield tuple(step for _, step in sorted(mine, key=lambda each: each[0]))
 

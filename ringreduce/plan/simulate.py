@@ -22,15 +22,15 @@ shows all: `simulate_symmetric` does groups of any size.
 
 import math
 import operator
-from collections import Counter, defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from itertools import pairwise
 from typing import NamedTuple
 
 from ringreduce.common.failures import PlanError
 from ringreduce.plan.cost import WINDOW
+from ringreduce.plan.marked_graph import Graph, Way, compile_round, wrong
 from ringreduce.plan.model import Plan, Program, layout, slot_depth
 from ringreduce.plan.network import LikeGroups, Network, Route
 from ringreduce.plan.symbolic import describe
@@ -52,8 +52,8 @@ MOST_STEPS = 2**26
 """Of all rounds: more are refused, since they would take minutes."""
 
 
-Exchange = Callable[[int, int], int]
-"""The number of a group, where groups are exchanged so that the first becomes the one that is given."""
+Renumbering = Callable[[int, int], int]
+"""The number of a group, where groups are renumbered so that the first becomes the one that is given."""
 
 
 @dataclass(frozen=True)
@@ -95,18 +95,18 @@ def simulate(
     of slices is doubled as long as that makes the plan faster.  `rounds` is a number of slices that is good for a
     smaller size: a long search begins there, and ends sooner.
 
-    With `groups`, and a plan in which they do the same (`exchanged`), only the first group's ranks are walked: they get
-    their own messages back, as in `simulate_symmetric`, and only their links are counted.
+    With `groups`, and a plan in which they do the same (`renumbered`), only the first group's ranks are walked: they
+    get their own messages back, as in `simulate_symmetric`, and only their links are counted.
 
     The plan is not verified, so that any programs whose sends and receives match can be simulated.  Raises PlanError if
     they do not, or wait for one another, or if an argument is out of range.
     """
-    exchange = exchanged(plan, groups.places) if groups else None
-    if groups is None or exchange is None:
-        graph = _compile(plan, network.route, network.capacity)
+    renumber = renumbered(plan, groups.places) if groups else None
+    if groups is None or renumber is None:
+        graph = compile_round(plan, network.route, network.capacity)
         return _Simulation(plan, graph, network.capacity, step_seconds, window).run(size_bytes, slice_bytes, rounds)
     numbers = range(plan.size // groups.places)
-    back = [next(by for by in numbers if exchange(group, by) == 0) for group in numbers]
+    back = [next(by for by in numbers if renumber(group, by) == 0) for group in numbers]
     first = (replace(channel, programs=channel.programs[: groups.places]) for channel in plan.channels)
     return simulate_first(
         replace(plan, channels=tuple(first)), network, size_bytes, groups, back.__getitem__,
@@ -134,7 +134,7 @@ def hops(plan: Plan, network: Network, size_bytes: float, slice_bytes: float, *,
 
     Raises PlanError where `simulate` does.
     """
-    graph = _compile(plan, network.route, network.capacity)
+    graph = compile_round(plan, network.route, network.capacity)
     simulation = _Simulation(plan, graph, network.capacity, 0.0, window)
     chunk_of = [step.chunk for channel in plan.channels for program in channel.programs for step in program]
     ends = {}  # the ranks of a way, which all messages between them share
@@ -143,7 +143,7 @@ def hops(plan: Plan, network: Network, size_bytes: float, slice_bytes: float, *,
             ends[id(graph.way[message])] = rank, graph.rank[graph.reader[message]]
     found = []
 
-    def note(way: _Way, link: int, begin: float, end: float, receiver: int) -> None:
+    def note(way: Way, link: int, begin: float, end: float, receiver: int) -> None:
         number, step = divmod(receiver, len(graph.waits))
         found.append(Hop(link, begin, end, graph.channel[step], *ends[id(way)], chunk_of[step], number))
 
@@ -176,7 +176,7 @@ def simulate_first(
         links, latency = network.route(source, target)
         for link, _ in links:
             if groups.links[link] < 0:
-                raise _wrong(
+                raise wrong(
                     plan, f"all groups share the link {network.names[link]}, so one does not show how busy it is"
                 )
         return Route(tuple((groups.links[link], share) for link, share in links), latency)
@@ -184,14 +184,14 @@ def simulate_first(
     def taken_as(source: int, target: int) -> tuple[int, int]:
         return opposite(target // places) * places + source, target % places
 
-    graph = _compile(plan, route, network.capacity, taken_as)
+    graph = compile_round(plan, route, network.capacity, taken_as)
     one = _Simulation(plan, graph, network.capacity, step_seconds, window, SEARCHED_STEPS // 4).run(
         size_bytes, slice_bytes, rounds
     )
     return replace(one, messages=one.messages * size // places, steps=one.steps * size // places)
 
 
-def exchanged(plan: Plan, places: int) -> Exchange | None:
+def renumbered(plan: Plan, places: int) -> Renumbering | None:
     """How the groups of `places` ranks follow from the first one, if all do the same: group `g` does what it does, with
     its peers' groups turned on by `g`, or each combined with `g` by exclusive or."""
     groups = plan.size // places
@@ -199,22 +199,22 @@ def exchanged(plan: Plan, places: int) -> Exchange | None:
     def turned(group: int, by: int) -> int:
         return (group + by) % groups
 
-    def alike(exchange: Exchange, one: Program, other: Program, by: int) -> bool:
+    def alike(renumber: Renumbering, one: Program, other: Program, by: int) -> bool:
         def moved(peers: Sequence[int]) -> tuple[int, ...]:
-            return tuple(exchange(peer // places, by) * places + peer % places for peer in peers)
+            return tuple(renumber(peer // places, by) * places + peer % places for peer in peers)
 
         return len(one) == len(other) and all(
             step.recv == moved(first.recv) and step.send == moved(first.send)
             for first, step in zip(one, other, strict=True)
         )
 
-    for exchange in (turned, operator.xor):
+    for renumber in (turned, operator.xor):
         if all(
-            alike(exchange, channel.programs[rank % places], program, rank // places)
+            alike(renumber, channel.programs[rank % places], program, rank // places)
             for channel in plan.channels
             for rank, program in enumerate(channel.programs)
         ):
-            return exchange
+            return renumber
     return None
 
 
@@ -252,124 +252,16 @@ def simulate_symmetric(
     plan = Plan(algorithm, "all_reduce", size, symmetry.channels(size))  # with one program a channel
     route = Route(((0, 1.0), (1, 1.0)), latency)
     capacity = (bandwidth, bandwidth)
-    graph = _compile(plan, lambda *_: route, capacity, lambda _, target: (symmetry.opposite(target, size), 0))
+    graph = compile_round(plan, lambda *_: route, capacity, lambda _, target: (symmetry.opposite(target, size), 0))
     one = _Simulation(plan, graph, capacity, step_seconds, window).run(size_bytes, slice_bytes)
     return replace(one, messages=one.messages * size, steps=one.steps * size)
 
 
-class _Way(NamedTuple):
-    """A route as messages take it: (link, seconds per byte of the message) of each link, and the latency."""
-
-    links: tuple[tuple[int, float], ...]
-    latency: float
-
-
-_Message = tuple[_Way, int, float, float, int]
+_Message = tuple[Way, int, float, float, int]
 """Its way, the next link there, its bytes, when the links before will have served it, and who reads it."""
 
-
-@dataclass(frozen=True)
-class _Graph:
-    """One round of a plan, flat.  Steps are numbered by channel, rank and program, messages by the step that sends."""
-
-    channel: list[int]
-    rank: list[int]
-    chained: bytearray
-    """Per step, and 0 at the end: whether the step before it is of the same program."""
-    waits: list[int]
-    """Per step: for how many others it waits, those that send to it and the one before it."""
-    first: list[int]
-    """Per step, and the count at the end: the number of the first message that it sends, or that comes after it."""
-    reader: list[int]
-    """Per message: the step that receives it."""
-    way: list[_Way]
-    """Per message."""
-    steps: list[int]
-    """Per channel."""
-    messages: list[int]
-    """Per channel."""
-    busy: list[Mapping[int, float]]
-    """Per channel: the seconds that each link works for messages of one byte."""
-
-    @property
-    def most_sends(self) -> int:
-        """Slots that a rank takes in a round, at the most."""
-        return max((len(sending) for _, _, sending in self.programs()), default=0)
-
-    def programs(self) -> Iterator[tuple[int, int, list[int]]]:
-        """The first step of each program that has any, the one after its last, and those of its steps that send."""
-        for begin, end in pairwise(step for step, chained in enumerate(self.chained) if not chained):
-            yield begin, end, [step for step in range(begin, end) if self.first[step] < self.first[step + 1]]
-
-    def followers(self, depth: int, window: int) -> Mapping[int, Sequence[tuple[int, int]]]:
-        """Who waits for a step because of the window or of a slot: (step, rounds later), by the step waited for."""
-        followers: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-        for begin, end, sending in self.programs():
-            followers[end - 1].append((begin, window))
-            for number, step in enumerate(sending):
-                rounds, next_there = divmod(number + depth, len(sending))  # who takes the same slot next
-                for message in range(self.first[step], self.first[step + 1]):
-                    followers[self.reader[message]].append((sending[next_there], rounds))
-        return followers
-
-
-def _compile(
-    plan: Plan,
-    route: Callable[[int, int], Route],
-    capacity: Sequence[float],
-    taken_as: Callable[[int, int], tuple[int, int]] = lambda source, target: (source, target),
-) -> _Graph:
-    """`taken_as(source, target)` is the message, as (source, target), that stands for the one which `target` receives
-    from `source`; for symmetric plans it is one of rank 0's."""
-    graph = _Graph([], [], bytearray(), [], [0], [], [], [], [], [])
-    ways: dict[tuple[int, int], _Way] = {}
-    for number, channel in enumerate(plan.channels):
-        begin, sent = len(graph.waits), len(graph.way)
-        unread: defaultdict[tuple[int, int], deque[int]] = defaultdict(deque)  # messages by (source, target)
-        for rank, program in enumerate(channel.programs):
-            for at, step in enumerate(program):
-                graph.channel.append(number)
-                graph.rank.append(rank)
-                graph.chained.append(at > 0)
-                graph.waits.append(len(step.recv) + (at > 0))
-                for peer in step.send:
-                    if (rank, peer) not in ways:
-                        if not 0 <= peer < plan.size:
-                            raise _wrong(plan, f"rank {rank} sends to rank {peer}, which there is not")
-                        ways[rank, peer] = _way(route(rank, peer), capacity)
-                    unread[taken_as(rank, peer)].append(len(graph.way))
-                    graph.way.append(ways[rank, peer])
-                graph.first.append(len(graph.way))
-        graph.steps.append(len(graph.waits) - begin)
-        graph.messages.append(len(graph.way) - sent)
-        graph.reader.extend([-1] * graph.messages[-1])
-        steps = ((rank, step) for rank, program in enumerate(channel.programs) for step in program)
-        for at, (rank, step) in enumerate(steps, begin):
-            for peer in step.recv:
-                if not unread[peer, rank]:
-                    raise _wrong(plan, f"rank {rank} receives more from rank {peer} than that sends to it")
-                graph.reader[unread[peer, rank].popleft()] = at
-        for (source, target), left in unread.items():
-            if left:
-                raise _wrong(plan, f"rank {target} does not receive all that rank {source} sends to it")
-        busy: defaultdict[int, float] = defaultdict(float)
-        for way, count in Counter(graph.way[sent:]).items():
-            for link, seconds in way.links:
-                busy[link] += seconds * count
-        graph.busy.append(busy)
-    graph.chained.append(0)
-    return graph
-
-
-def _way(route: Route, capacity: Sequence[float]) -> _Way:
-    for link, _ in route.links:
-        if capacity[link] <= 0:
-            raise PlanError(f"link {link} of the network has a capacity of {capacity[link]}; it must be above 0")
-    return _Way(tuple((link, share / capacity[link]) for link, share in route.links), route.latency)
-
-
-def _wrong(plan: Plan, what: str) -> PlanError:
-    return PlanError(f"{describe(plan)} cannot be simulated: {what}; `verify` says which step is wrong")
+NoteHop = Callable[[Way, int, float, float, int], None]
+"""Hears of each message that a link serves: its way, the link, from when to when, and who reads it."""
 
 
 @dataclass(frozen=True)
@@ -377,7 +269,7 @@ class _Simulation:
     """A plan on its network, to be run in slices of several sizes."""
 
     plan: Plan
-    graph: _Graph
+    graph: Graph
     capacity: Sequence[float]
     step_seconds: float
     window: int
@@ -415,7 +307,7 @@ class _Simulation:
     def chunks(self, size_bytes: float) -> list[float]:
         """Bytes of a chunk, by channel."""
         if min((min(channel.share, channel.chunks) for channel in self.plan.channels), default=0) < 1:
-            raise _wrong(self.plan, "it needs channels, each with a share and chunks of at least 1")
+            raise wrong(self.plan, "it needs channels, each with a share and chunks of at least 1")
         blocks = layout(self.plan.collective, self.plan.size).blocks
         block = size_bytes / (self.plan.size if blocks > 1 else 1)
         total = sum(channel.share for channel in self.plan.channels)
@@ -466,11 +358,9 @@ class _Simulation:
         self,
         slices: Sequence[Sequence[float]],
         latencies: bool = True,
-        note_hop: Callable[[_Way, int, float, float, int], None] | None = None,
+        note_hop: NoteHop | None = None,
     ) -> float:
         """Execute all rounds, given the bytes of each by channel; when the last step has ended.
-
-        `note_hop` hears of each message that a link serves: its way, the link, from when to when, and who reads it.
 
         The loop takes events in the order of time: that a step can run (its number, ``round * size + step``), that it
         ends (the complement of its number), or that a message reaches a link, having waited for one before.
@@ -481,18 +371,8 @@ class _Simulation:
         followers = graph.followers(depth, self.window) if rounds > 1 or graph.most_sends > depth else {}
         waits = _waits(graph.waits, followers, rounds)
         due = [0.0] * len(waits)  # when the last thing has come that a step waits for, as far as is known
-        free = [0.0] * len(self.capacity)  # when a link has served all that has reached it
         idle = [0.0] * self.plan.size  # when a rank has done all steps that could run
-        agenda: dict[float, list[int | _Message]] = {}
-        times: list[float] = []  # of the agenda, a heap
-
-        def note(time: float, event: int | _Message) -> None:
-            events = agenda.get(time)
-            if events is None:
-                agenda[time] = [event]
-                heappush(times, time)
-            else:
-                events.append(event)
+        events, note = _agenda()
 
         def come(time: float, number: int) -> None:
             """One of the things that a step waits for will be there at `time`."""
@@ -502,29 +382,13 @@ class _Simulation:
             if waits[number] == 0:
                 note(due[number], number)
 
-        def send(message: _Message, now: float) -> None:
-            way, hop, length, served, receiver = message
-            links, latency = way
-            while hop < len(links):
-                link, seconds = links[hop]
-                begin = max(now, free[link])
-                free[link] = begin + seconds * length
-                served = max(served, free[link])
-                if note_hop:
-                    note_hop(way, link, begin, free[link], receiver)
-                hop += 1
-                if begin > now and hop < len(links):
-                    note(begin, (way, hop, length, served, receiver))
-                    return
-            come(served + latency if latencies else served, receiver)
-
+        send = _sender(len(self.capacity), note, come, latencies, note_hop)
         for number, left in enumerate(waits):
             if left == 0 and number // size < len(slices[channel[number % size]]):
                 note(0.0, number)
         ended, now = 0, 0.0
-        while times:
-            now = heappop(times)
-            for event in agenda[now]:  # to which the loop adds
+        for now, happening in events:
+            for event in happening:  # to which the loop adds
                 if isinstance(event, tuple):
                     send(event, now)
                     continue
@@ -545,10 +409,60 @@ class _Simulation:
                     for follower, later in followers.get(step, ()):
                         if at + later < len(lengths):
                             come(now, number - step + follower + later * size)
-            del agenda[now]
         if ended < sum(map(operator.mul, graph.steps, map(len, slices))):
-            raise _wrong(self.plan, "its ranks wait for one another")
+            raise wrong(self.plan, "its ranks wait for one another")
         return now
+
+
+def _agenda() -> tuple[Iterator[tuple[float, list[int | _Message]]], Callable[[float, int | _Message], None]]:
+    """The times and what happens then, in the order in which it was noted; and what notes an event."""
+    agenda: dict[float, list[int | _Message]] = {}
+    times: list[float] = []  # a heap
+
+    def note(time: float, event: int | _Message) -> None:
+        events = agenda.get(time)
+        if events is None:
+            agenda[time] = [event]
+            heappush(times, time)
+        else:
+            events.append(event)
+
+    def events() -> Iterator[tuple[float, list[int | _Message]]]:
+        while times:
+            now = heappop(times)
+            yield now, agenda[now]
+            del agenda[now]
+
+    return events(), note
+
+
+def _sender(
+    count: int,
+    note: Callable[[float, int | _Message], None],
+    come: Callable[[float, int], None],
+    latencies: bool,
+    note_hop: NoteHop | None,
+) -> Callable[[_Message, float], None]:
+    """What takes a message over the links of its way, as far as these are free, and notes when it goes on or comes."""
+    free = [0.0] * count  # when a link has served all that has reached it
+
+    def send(message: _Message, now: float) -> None:
+        way, hop, length, served, receiver = message
+        links, latency = way
+        while hop < len(links):
+            link, seconds = links[hop]
+            begin = max(now, free[link])
+            free[link] = begin + seconds * length
+            served = max(served, free[link])
+            if note_hop:
+                note_hop(way, link, begin, free[link], receiver)
+            hop += 1
+            if begin > now and hop < len(links):
+                note(begin, (way, hop, length, served, receiver))
+                return
+        come(served + latency if latencies else served, receiver)
+
+    return send
 
 
 def _waits(within: Sequence[int], followers: Mapping[int, Sequence[tuple[int, int]]], rounds: int) -> list[int]:

@@ -60,26 +60,7 @@ def hosts_of(
     below it over `taper`. With `in_network` its switches combine what passes them (SHARP). Raises TopologyError for a
     machine without either NICs or CPUs, for several hosts, and for numbers that make no sense.
     """
-    if count < 2:
-        raise TopologyError(f"{graph.name}: {count} hosts need no network; give 2 or more")
-    if len({node.host for node in graph.nodes}) > 1:
-        raise TopologyError(f"{graph.name} is several hosts already; give the graph of one")
-    if nics is not None and not 1 <= nics <= MOST_NICS:
-        raise TopologyError(f"{graph.name}: nics is {nics}; give from 1 to {MOST_NICS}")
-    if gbps is not None and not 0 < gbps < float("inf"):
-        raise TopologyError(f"{graph.name}: a NIC of {gbps} GB/s; give a finite number above 0")
-    if rails and hosts_per_leaf is not None:
-        raise TopologyError(
-            f"{graph.name}: NICs are on rails, or on a switch for each {hosts_per_leaf} hosts; give one"
-        )
-    if hosts_per_leaf is not None and not 0 < hosts_per_leaf < count:
-        raise TopologyError(f"{graph.name}: {hosts_per_leaf} hosts a switch, of {count}; give from 1 to {count - 1}")
-    if not 1 <= taper < float("inf"):
-        raise TopologyError(f"{graph.name}: taper is {taper}; it must be at least 1, NICs over the way up")
-    if taper != 1 and not rails and hosts_per_leaf is None:
-        raise TopologyError(
-            f"{graph.name}: taper is {taper}, but all NICs are on one network; give `hosts_per_leaf` or `rails`"
-        )
+    _check(graph, count, nics, gbps, rails, hosts_per_leaf, taper)
     one = _with_nics(graph, nics, gbps)
     used = [node.name for node in one.of_kind(NodeKind.NIC)][:nics]
     nodes: list[Node] = []
@@ -102,6 +83,37 @@ def hosts_of(
         (*one.assumed, "The network between hosts carries all that their NICs send.") if taper == 1 else one.assumed
     )
     return LinkGraph(f"{count} hosts of {graph.name}", tuple(nodes), tuple(links), assumed)
+
+
+def _check(
+    graph: LinkGraph,
+    count: int,
+    nics: int | None,
+    gbps: float | None,
+    rails: bool,
+    hosts_per_leaf: int | None,
+    taper: float,
+) -> None:
+    if count < 2:
+        raise TopologyError(f"{graph.name}: {count} hosts need no network; give 2 or more")
+    if len({node.host for node in graph.nodes}) > 1:
+        raise TopologyError(f"{graph.name} is several hosts already; give the graph of one")
+    if nics is not None and not 1 <= nics <= MOST_NICS:
+        raise TopologyError(f"{graph.name}: nics is {nics}; give from 1 to {MOST_NICS}")
+    if gbps is not None and not 0 < gbps < float("inf"):
+        raise TopologyError(f"{graph.name}: a NIC of {gbps} GB/s; give a finite number above 0")
+    if rails and hosts_per_leaf is not None:
+        raise TopologyError(
+            f"{graph.name}: NICs are on rails, or on a switch for each {hosts_per_leaf} hosts; give one"
+        )
+    if hosts_per_leaf is not None and not 0 < hosts_per_leaf < count:
+        raise TopologyError(f"{graph.name}: {hosts_per_leaf} hosts a switch, of {count}; give from 1 to {count - 1}")
+    if not 1 <= taper < float("inf"):
+        raise TopologyError(f"{graph.name}: taper is {taper}; it must be at least 1, NICs over the way up")
+    if taper != 1 and not rails and hosts_per_leaf is None:
+        raise TopologyError(
+            f"{graph.name}: taper is {taper}, but all NICs are on one network; give `hosts_per_leaf` or `rails`"
+        )
 
 
 def hosts_by_kind(graph: LinkGraph) -> list[list[int]] | None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ringreduce.plan import Plan, layout, verify
 from ringreduce.plan.network import LikeGroups, Network
-from ringreduce.plan.simulate import Simulated, exchanged, simulate
+from ringreduce.plan.simulate import Simulated, renumbered, simulate
 from ringreduce.topology.graph import LinkGraph, NodeKind
 from ringreduce.topology.rings import Ring
 from ringreduce.topology.routes import Routes
@@ -74,7 +74,7 @@ class Planned:
     def _like_hosts(self) -> LikeGroups | None:
         """The hosts, if one of them shows what all do."""
         found = self.routes.like_hosts if self.several_hosts else None
-        if found is None or not exchanged(self.plan, found.places):
+        if found is None or not renumbered(self.plan, found.places):
             return None
         used = zip(found.links, self.crossing(1.0), strict=True)
         return None if any(load and image < 0 for image, load in used) else found

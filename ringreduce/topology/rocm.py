@@ -15,7 +15,7 @@ from itertools import combinations
 from ringreduce.common.failures import TopologyError
 from ringreduce.topology.classes import Device, pcie_tree, some
 from ringreduce.topology.graph import LinkGraph, LinkKind, Node, NodeKind, both_directions
-from ringreduce.topology.rates import Assumed, Rate, model, slot, smp
+from ringreduce.topology.rates import Assumed, Model, Rate, model, slot, smp
 
 HOW_TO = "run `rocm-smi --showtopo` and save all that it prints"
 
@@ -76,16 +76,7 @@ def read_rocm(text: str, where: str, assume: Assumed) -> LinkGraph:
     Raises TopologyError, with line and column, if the table of link types is not whole.
     """
     tables = _tables(text)
-    types = next((table for table in tables if any(cell in ("XGMI", "PCIE") for cell, _ in _all(table))), None)
-    types = types or next((table for table in tables if _is_alone(table)), None)
-    if types is None:
-        before = text[: found.start()] if (found := _TITLE.search(text)) else ""
-        line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
-        what = "no table of XGMI and PCIE follows"
-        if shown := dict.fromkeys(_TABLE.findall(text)):
-            what = f"it has {some(list(shown))}, but no row of link types (XGMI, PCIE)"
-        how_to = "run `amd-smi topology` without options, or with -wt" if "TABLE:" in text else HOW_TO
-        raise TopologyError(f"{where}: line {line}, column {column}: {what}; {how_to}")
+    types = _types_in(tables, text, where)
     _check(types, where)
     notes: list[str] = []
     hives = [pair for pair in combinations(range(len(types)), 2) if types[pair[0]].cells[pair[1]][0] == "XGMI"]
@@ -96,16 +87,7 @@ def read_rocm(text: str, where: str, assume: Assumed) -> LinkGraph:
         raise _error(
             where, types[0], f"GPUs with XGMI are in it, which --gpu {known.name} does not have; name the right model"
         )
-    if assume.nvlink is not None:
-        rate = Rate(assume.nvlink, "--nvlink-gbps")
-    elif known:
-        rate = Rate(known.rate, f"XGMI of {known.name}")
-    else:
-        rate = Rate(model("mi250").rate, "assumed: XGMI of mi250")
-        if linked:
-            notes.append(
-                f"The XGMI generation is not in it: {rate.gbps:g} GB/s per link assumed; set --gpu or --nvlink-gbps."
-            )
+    rate = _rate(assume, known, linked, notes)
     if linked:
         notes.append("How many XGMI links join two GPUs is not in it: one assumed.")
 
@@ -139,6 +121,35 @@ def read_rocm(text: str, where: str, assume: Assumed) -> LinkGraph:
     ]
     nodes = (*(device.node for device in devices), *tree.nodes)
     return LinkGraph(where, nodes, (*links, *tree.links), (*notes, *tree.assumed))
+
+
+def _types_in(tables: list[list[_Row]], text: str, where: str) -> list[_Row]:
+    """The table of link types."""
+    types = next((table for table in tables if any(cell in ("XGMI", "PCIE") for cell, _ in _all(table))), None)
+    types = types or next((table for table in tables if _is_alone(table)), None)
+    if types is not None:
+        return types
+    before = text[: found.start()] if (found := _TITLE.search(text)) else ""
+    line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
+    what = "no table of XGMI and PCIE follows"
+    if shown := dict.fromkeys(_TABLE.findall(text)):
+        what = f"it has {some(list(shown))}, but no row of link types (XGMI, PCIE)"
+    how_to = "run `amd-smi topology` without options, or with -wt" if "TABLE:" in text else HOW_TO
+    raise TopologyError(f"{where}: line {line}, column {column}: {what}; {how_to}")
+
+
+def _rate(assume: Assumed, known: Model | None, linked: Sequence[tuple[int, int]], notes: list[str]) -> Rate:
+    """What one XGMI link carries."""
+    if assume.nvlink is not None:
+        return Rate(assume.nvlink, "--nvlink-gbps")
+    if known:
+        return Rate(known.rate, f"XGMI of {known.name}")
+    rate = Rate(model("mi250").rate, "assumed: XGMI of mi250")
+    if linked:
+        notes.append(
+            f"The XGMI generation is not in it: {rate.gbps:g} GB/s per link assumed; set --gpu or --nvlink-gbps."
+        )
+    return rate
 
 
 def _tables(text: str) -> list[list[_Row]]:

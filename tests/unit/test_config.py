@@ -42,7 +42,7 @@ def test_what_has_become_a_part_of_engine_says_so() -> None:
 
 
 def test_default_memory_is_at_most_16_mb_per_rank() -> None:
-    from ringreduce.groups.make import geometry_for
+    from ringreduce.groups.layout import geometry_for
 
     options, _ = resolve(Options(arena_bytes=0), {})  # the arena is address space only
     for size in range(1, 65):

@@ -11,8 +11,9 @@ import pytest
 from rich.console import Console
 from stand_in import build
 
-from ringreduce.doctor import machine
-from ringreduce.doctor.machine import Facts, Gpu, NetworkDevice, examine, look, render
+from ringreduce.doctor import facts as facts_module
+from ringreduce.doctor.facts import Facts, Gpu, NetworkDevice, look
+from ringreduce.doctor.machine import examine, render
 from ringreduce.gpu import kernels
 from ringreduce.network.interfaces import Interface
 from ringreduce.topology.graph import LinkGraph, Node, NodeKind
@@ -214,8 +215,8 @@ def test_kernel_settings_are_read(tmp_path):
 def test_interfaces_are_those_that_groups_see(monkeypatch):
     """The kernel is asked by netlink: /sys may show another network namespace's."""
     there = [Interface("lo", 1, (), loopback=True), Interface("eth1", 3, (), up=False), Interface("eth0", 2, ())]
-    monkeypatch.setattr(machine, "local_interfaces", lambda: there)
-    monkeypatch.setattr(machine, "speed_of", {"eth0": 12.5e9}.get)
+    monkeypatch.setattr(facts_module, "local_interfaces", lambda: there)
+    monkeypatch.setattr(facts_module, "speed_of", {"eth0": 12.5e9}.get)
     assert look().interfaces == (NetworkDevice("eth0", True, 100), NetworkDevice("eth1", False, 0), LOOPBACK)
 
 
@@ -232,10 +233,10 @@ def test_nccl_is_the_one_that_the_engine_opens(monkeypatch, tmp_path):
 
     library = tmp_path / "libnccl.so.2"
     subprocess.run(["c++", "-shared", "-x", "c++", "/dev/null", "-o", str(library)], check=True)
-    monkeypatch.setattr(machine.nccl, "places", lambda: [str(library)])
+    monkeypatch.setattr(facts_module.nccl, "places", lambda: [str(library)])
     monkeypatch.setattr(_C, "nccl_version", lambda places: "2.27.3" if places == [str(library)] else "")
-    assert machine._find_nccl("") == "2.27.3"
-    assert machine._find_nccl("the compiled module does not load") == str(library)
+    assert facts_module._find_nccl("") == "2.27.3"
+    assert facts_module._find_nccl("the compiled module does not load") == str(library)
 
 
 @pytest.mark.parametrize("text", [" ", "'", "nosuch -x", ""])
@@ -295,9 +296,7 @@ def test_kernels_come_from_the_build_or_from_nvrtc(monkeypatch, tmp_path):
 
 def facts_of_gpus(**settings):
     """What the doctor sees where the stand-in for the driver plays a machine, in a process of its own."""
-    code = (
-        "from ringreduce.doctor.machine import look; from dataclasses import asdict; import json; f = asdict(look());"
-    )
+    code = "from ringreduce.doctor.facts import look; from dataclasses import asdict; import json; f = asdict(look());"
     code += "print(json.dumps([f['cuda_driver'], f['cuda_problem'], f['gpus']]))"
     environment = {**os.environ, **settings, "PYTHONPATH": str(build.ROOT)}
     done = subprocess.run(

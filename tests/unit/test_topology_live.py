@@ -11,7 +11,8 @@ import pytest
 from ringreduce.topology import live
 from ringreduce.topology.graph import LinkKind, NodeKind
 from ringreduce.topology.group_plans import graph_of_gpus, plan_group
-from ringreduce.topology.live import System, decide, look, probe, this_system
+from ringreduce.topology.hardware import System, look, this_system
+from ringreduce.topology.live import decide, probe
 from ringreduce.topology.presets import CUBE_MESH_V100, preset
 from ringreduce.topology.rates import Assumed
 

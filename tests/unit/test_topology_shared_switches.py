@@ -152,10 +152,10 @@ def test_each_cut_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("how", "switches"), [({"hosts_per_leaf": 2}, 3), ({"rails": True}, 4), ({}, 0)])
 def test_leaf_switches_have_places_of_their_own(how: dict[str, int], switches: int) -> None:
-    drawing = import_module("ringreduce.topology.draw.machine")
+    drawing = import_module("ringreduce.topology.draw.placing")
     graph = hosts_of(preset("dgx1-v100"), 6, nics=4, gbps=12.5, **how)
-    scene = drawing._Scene(graph, [node.name for node in graph.ranks], (), False)
-    drawing._place(scene)
+    scene = drawing.Scene(graph, [node.name for node in graph.ranks], (), False)
+    drawing.lay_out(scene)
     leaves = [node.name for node in graph.of_kind(NodeKind.NETWORK) if node.name != "network"]
     assert len(leaves) == switches
     assert len({scene.at[name] for name in ("network", *leaves)}) == switches + 1

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ringreduce.cli.bench.team import BackendFailed, Team
-from ringreduce.doctor.machine import memory_left
+from ringreduce.doctor.facts import memory_left
 
 MOST_ITERATIONS = 10_000
 """Calls in a batch; it keeps the recorded times few."""

@@ -132,7 +132,7 @@ class KeyValue:
         The value contains all pushes of this worker. The key's mode says which pushes of other workers it contains.
         """
         calls = self.calls
-        if isinstance(key, str) and (known := calls.keys.get(key)) and known.asked is None and not calls.has_left:
+        if isinstance(key, str) and (known := calls.keys.get(key)) and known.requested is None and not calls.has_left:
             memory = _C.memory_of(out, known.like, True)  # the fast path: often a copy is enough
             versions = None if memory is None else calls.client.read(known.here, memory, 0.0)
             if versions:

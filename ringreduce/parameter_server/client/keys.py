@@ -36,7 +36,9 @@ class Key:
         """The blocks of servers on this host."""
         self.here = self._for_client(near)
         """The same, as C++ has them."""
-        self.asked = self.everywhere if self.spec["mode"]["mode"] == "ssp" else self._for_client(far) if far else None
+        self.requested = (
+            self.everywhere if self.spec["mode"]["mode"] == "ssp" else self._for_client(far) if far else None
+        )
         """The blocks for which a pull sends requests: those on other hosts; in ssp all, to learn when they may be
         read. None if there are no such blocks."""
 

@@ -58,7 +58,7 @@ class Pulls:
     def addresses(self) -> dict[str, int]:
         """Returns, by key, the address to which a push can bring the new values back. Only has keys whose blocks are
         all on this host and can always be read."""
-        return {each.key: each.memory for each in self._pulls if each.known.asked is None}
+        return {each.key: each.memory for each in self._pulls if each.known.requested is None}
 
     def follow(self, pushes: Mapping[str, _C.ParameterCall]) -> None:
         """Says which pushes bring the values back, by key."""
@@ -111,9 +111,9 @@ class Pulls:
 
     def _ask(self, pull: _Pull, deadline: float) -> None:
         pull.near = pull.known.near
-        if pull.known.asked is not None:
+        if pull.known.requested is not None:
             left = deadline - time.monotonic()
-            pull.call = self._calls.client.pull(pull.known.asked, pull.memory, timeout=left)
+            pull.call = self._calls.client.pull(pull.known.requested, pull.memory, timeout=left)
 
     def _check_memory(self, pull: _Pull) -> None:
         if pull.target.data_ptr() != pull.address:

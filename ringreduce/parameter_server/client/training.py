@@ -6,10 +6,8 @@ import contextlib
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import nn
@@ -19,8 +17,8 @@ from ringreduce.errors import InvalidArgument
 from ringreduce.parameter_server.arguments import check_mode
 from ringreduce.parameter_server.checks import check_bool, check_is, check_text, number, shown
 from ringreduce.parameter_server.client import watching
-from ringreduce.parameter_server.client.calls import Calls
 from ringreduce.parameter_server.client.key_value import KeyValue
+from ringreduce.parameter_server.client.models import models_of
 from ringreduce.parameter_server.client.pending import NOTHING, push
 from ringreduce.parameter_server.client.watching import Hook, Seen, Trained
 from ringreduce.parameter_server.modes import Mode, asynchronous, sync
@@ -33,21 +31,6 @@ _HOW = ("foreach", "fused", "capturable", "differentiable")
 _ALL_AT_ONCE = (
     "give the optimizer all parameters before; one that is trained later may have requires_grad=False until then"
 )
-
-
-@dataclass(eq=False)
-class _OfWorker:
-    """The models that are and were attached to a worker."""
-
-    attached: WeakValueDictionary[str, Attached] = field(default_factory=WeakValueDictionary)
-    """By key: what `attach` has made."""
-    detached: dict[str, bytes] = field(default_factory=dict)
-    """For keys of models that were detached: some of the elements of each parameter; nothing of what was shared."""
-    last_told: WeakKeyDictionary[torch.optim.Optimizer, list[dict[str, Any]]] = field(default_factory=WeakKeyDictionary)
-    """For optimizers of models that were detached: the settings that the servers had last."""
-
-
-_of_workers: WeakKeyDictionary[Calls, _OfWorker] = WeakKeyDictionary()
 
 
 def _copied(value: Any) -> Any:
@@ -87,7 +70,7 @@ class Attached(torch.optim.Optimizer):
         self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
         self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
         self._kv, self._optimizer, self._mode, self._prefix, self._max_norm = kv, optimizer, mode, prefix, max_norm
-        self._of_worker = _of_workers.setdefault(kv.calls, _OfWorker())
+        self._models = models_of(kv.calls)
         self._overlaps_forward = overlap_forward
         self._settings = set(inspect.signature(type(optimizer).__init__).parameters) - {"params", *_HOW}
         self._step_supports_amp_scaling = True  # a GradScaler calls step(), which refuses it
@@ -114,9 +97,9 @@ class Attached(torch.optim.Optimizer):
         self._shared = others.keys() | buffers.keys()
         trained = {each.key: each.parameter for each in self._trained.values()}
         watching.check_tensors({**trained, **others, **buffers}, buffers.keys())
-        self._check_detached(trained)
-        self._told = self._of_worker.last_told.get(optimizer) or self._now()
-        self._claim(trained.keys() | self._shared)
+        self._models.check_detached(trained, self._shared, optimizer)
+        self._told = self._models.last_told.get(optimizer) or self._now()
+        self._models.claim(self, trained, self._shared)
         self._check_all_clip_alike()
         self._begin(wires)
         self._share(others, saved=True)
@@ -125,42 +108,6 @@ class Attached(torch.optim.Optimizer):
         self._hooks = list(self._hook(model))
 
     # ---- at the beginning --------------------------------------------------------------------------------------------
-
-    def _check_detached(self, trained: Mapping[str, nn.Parameter]) -> None:
-        """Raises `InvalidArgument` if a model that was detached has had these keys, and this is another training."""
-        for key, before in self._of_worker.detached.items():
-            if not (key in trained or key in self._shared):
-                continue
-            now = watching.sample(trained[key]) if key in trained else b""
-            if bool(now) != bool(before):
-                what = "and is not trained now" if before else "but was not trained"
-            elif now != before:
-                what = "and has other values now"
-            elif now and self._optimizer not in self._of_worker.last_told:
-                what = "by another optimizer, whose states the servers have"
-            else:
-                continue
-            raise InvalidArgument(
-                f"{key!r} belonged to a model that was attached before, {what}: give attach() another prefix=, with "
-                "which all begins anew"
-            )
-
-    def _claim(self, keys: set[str]) -> None:
-        """Raises `InvalidArgument` if another attached model has the keys or trains one of the parameters."""
-        for other in set(self._of_worker.attached.values()):
-            for parameter, mine in self._trained.items():
-                if parameter in other._trained:
-                    raise InvalidArgument(
-                        f"{mine.key!r} is trained by another attached optimizer, as {other._trained[parameter].key!r}: "
-                        "attach one optimizer with all parameters of both"
-                    )
-        if taken := sorted(key for key in keys if key in self._of_worker.attached):
-            raise InvalidArgument(
-                f"{taken[0]!r} belongs to another model that is attached already: give each model a prefix= of its "
-                "own, or detach() the other one"
-            )
-        for key in keys:
-            self._of_worker.attached[key] = self
 
     def _check_all_clip_alike(self) -> None:
         mine = torch.tensor([self._max_norm or 0.0], dtype=torch.float64, device="cpu")
@@ -188,7 +135,7 @@ class Attached(torch.optim.Optimizer):
         some = {
             key: watching.without_repeats(each.detach())
             for key, each in tensors.items()
-            if each.numel() > 0 and key not in self._of_worker.detached
+            if each.numel() > 0 and key not in self._models.detached
         }
         if not saved:  # as bytes, so that buffers may have any dtype
             some = {k: e.reshape(-1).view(torch.uint8) if e.is_contiguous() else e for k, e in some.items()}
@@ -267,7 +214,7 @@ class Attached(torch.optim.Optimizer):
             if each.pulling is None:
                 continue
             # Values of servers on other hosts are written to the parameter as they come; others are not before wait().
-            intact = each.value.is_still(each.parameter, whole=self._kv.calls.keys[each.key].asked is None)
+            intact = each.value.is_still(each.parameter, whole=self._kv.calls.keys[each.key].requested is None)
             self.late += len(each.pulling.wait())
             each.pulling = None
             # As after an optimizer's step: autograd raises if the old value was saved for a backward pass.
@@ -455,11 +402,8 @@ class Attached(torch.optim.Optimizer):
         finally:
             for hook in self._hooks:
                 hook.remove()
-            for key in [key for key, owner in self._of_worker.attached.items() if owner is self]:
-                del self._of_worker.attached[key]
-            self._of_worker.last_told[self._optimizer] = self._told
-            self._of_worker.detached |= dict.fromkeys(self._shared, b"")
-            self._of_worker.detached |= {each.key: watching.sample(each.parameter) for each in self._trained.values()}
+            self._models.release(self, self._shared)
+            self._models.last_told[self._optimizer] = self._told
         pushed = next((each.key for each in self._trained.values() if each.pushed is not None), None)
         if pushed and not self._wrong:
             raise InvalidArgument(

@@ -11,11 +11,12 @@ import math
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from ringreduce.topology.draw.placing import DISC, GAP, Scene, Strand, closest, lay_out, leaf_switches, on_circle
 from ringreduce.topology.draw.style import (
     A4,
     GREY,
@@ -43,11 +44,6 @@ if TYPE_CHECKING:
 WIDEST, THINNEST = 7.0, 1.6
 """Points: the line of the widest ring, and the thinnest line that is still seen."""
 
-GAP = 2.2
-"""Points between the lines of rings that share a link."""
-
-DISC = 1.27
-"""Radius of what is shaded as one host; its ranks stand on a circle of radius 1."""
 
 MOST_GROUPS = 8
 """NUMA nodes up to which they are shown; a rack has dozens."""
@@ -57,59 +53,6 @@ MOST_NAMED = 20
 
 UNUSED = (0, (3, 2))
 """Dashes of a link that no ring or tree uses."""
-
-Point = tuple[float, float]
-
-
-class Places(NamedTuple):
-    """Of nodes in a picture, and of the circles of hosts, whose radius is `DISC`; y upwards."""
-
-    at: dict[str, Point]
-    centre: dict[int, Point]
-
-
-@dataclass(frozen=True)
-class _Strand:
-    """What is drawn of one ring or tree: its hops, and how."""
-
-    hops: tuple[tuple[str, str], ...]
-    width: float
-    points: float
-    """The line's width."""
-    colour: str
-    dash: Any
-    one_way: bool
-    title: str
-    detail: str
-    root: str | None = None
-
-
-@dataclass
-class _Scene:
-    """Everything that is drawn, and where."""
-
-    graph: LinkGraph
-    ranks: Sequence[str]
-    """In the order of the circle."""
-    strands: Sequence[_Strand]
-    outside: bool
-    """Whether PCIe, memory and CPUs are part of the picture: not where accelerators' own links do it all."""
-    nics: bool = False
-    """Whether NICs are."""
-    at: dict[str, Point] = field(default_factory=dict)
-    centre: dict[int, Point] = field(default_factory=dict)
-    """Of each host's circle."""
-    extent: float = 1.3
-    """The picture is from -extent to extent, both ways."""
-    point: float = 0.0
-    """A typographic point in the picture's unit."""
-    node: float = 0.0
-    """Radius of a rank, in points."""
-    gap: float = GAP
-    """Between lines that lie side by side, in points."""
-
-    def of_host(self, host: int) -> list[str]:
-        return [name for name in self.ranks if self.graph.by_name[name].host == host]
 
 
 def machine(
@@ -128,11 +71,11 @@ def machine(
     names = list(ranks) if ranks is not None else [node.name for node in graph.ranks]
     strands = _strands(graph, names, rings, trees)
     order = [names[rank] for rank in rings[0].order] if rings else names
-    scene = _Scene(graph, order, strands, _needs_more(graph, names, strands))
-    _place(scene)
+    scene = Scene(graph, order, strands, _needs_more(graph, names, strands))
+    lay_out(scene)
     width, height = inches[1] / inches[0], 0.93
     scene.point = 2 * scene.extent / (min(inches[0] * width, inches[1] * height) * 72)
-    scene.node = min(19.0, max(5.0, 0.42 * _closest(scene) / scene.point))
+    scene.node = min(19.0, max(5.0, 0.42 * closest(scene) / scene.point))
     _thin_out(scene)
 
     figure = sheet(inches, machine_name(graph), note)
@@ -154,17 +97,17 @@ def machine(
 
 def _strands(
     graph: LinkGraph, names: Sequence[str], rings: Sequence[Ring], trees: Sequence[WeightedTree]
-) -> list[_Strand]:
+) -> list[Strand]:
     label = {name: rank_label(graph, name) for name in names}
     widest = max([ring.width for ring in rings] + [tree.width for tree in trees], default=1.0)
     most_points = WIDEST / max(1.0, (len(rings) + len(trees)) / 4)
 
-    def strand(hops: Sequence[tuple[str, str]], width: float, title: str, detail: str, **more: Any) -> _Strand:
+    def strand(hops: Sequence[tuple[str, str]], width: float, title: str, detail: str, **more: Any) -> Strand:
         at = len(strands)
         points = max(THINNEST, most_points * width / widest)
-        return _Strand(tuple(hops), width, points, colour(at), dash(at), title=title, detail=detail, **more)
+        return Strand(tuple(hops), width, points, colour(at), dash(at), title=title, detail=detail, **more)
 
-    strands: list[_Strand] = []
+    strands: list[Strand] = []
     for ring in rings:
         order = [names[rank] for rank in ring.order]
         hops = list(zip(order, order[1:] + order[:1], strict=True))
@@ -193,7 +136,7 @@ def _listed(labels: Sequence[str]) -> str:
     return " ".join(" ".join(run) if len(run) < 20 else f"{run[0]} {run[1]} … {run[-1]}" for run in runs)
 
 
-def _needs_more(graph: LinkGraph, names: Sequence[str], strands: Sequence[_Strand]) -> bool:
+def _needs_more(graph: LinkGraph, names: Sequence[str], strands: Sequence[Strand]) -> bool:
     """Whether some hop inside a host, or without a plan some rank, has no accelerators' own links to go by."""
 
     def own(a: str, b: str) -> bool:
@@ -208,141 +151,10 @@ def _needs_more(graph: LinkGraph, names: Sequence[str], strands: Sequence[_Stran
     return not all(any(link.kind in FABRIC for link in graph.following[name]) for name in names)
 
 
-# Where it is drawn.
-
-
-def places(graph: LinkGraph, names: Sequence[str], rings: Sequence[Ring], trees: Sequence[WeightedTree]) -> Places:
-    """Where `machine` draws the ranks `names` and all that they are linked through."""
-    order = [names[rank] for rank in rings[0].order] if rings else list(names)
-    scene = _Scene(graph, order, (), outside=True, nics=True)
-    _place(scene)
-    waiting = [node.name for node in graph.nodes if node.name not in scene.at]
-    while waiting:  # NICs of CPUs and the like, between what is there
-        found = {
-            name: [scene.at[link.dst] for link in graph.following[name] if link.dst in scene.at] for name in waiting
-        }
-        scene.at.update({n: (_mean([x for x, _ in at]), _mean([y for _, y in at])) for n, at in found.items() if at})
-        if not any(found.values()):
-            break
-        waiting = [name for name in waiting if name not in scene.at]
-    return Places(scene.at, scene.centre)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _place(scene: _Scene) -> None:
-    """Every host a circle of its ranks, clockwise; hosts on a circle around the network, clockwise from the left."""
-    hosts = list(dict.fromkeys(scene.graph.by_name[name].host for name in scene.ranks))
-    far = 1.48 / math.sin(math.pi / len(hosts)) + 0.7 * bool(_leaves(scene)) if len(hosts) > 1 else 0.0
-    scene.extent = far + (1.45 if len(hosts) > 1 else 1.3)
-    for at, host in enumerate(hosts):
-        ranks = scene.of_host(host)
-        towards = math.pi - 2 * math.pi * at / len(hosts)
-        scene.centre[host] = _on_circle((0.0, 0.0), far, towards)
-        # A lone host's first rank is at the top left; among several the first and the last face the network.
-        first = math.pi / 2 + math.pi / len(ranks) if len(hosts) == 1 else towards + math.pi - math.pi / len(ranks)
-        for place, name in enumerate(ranks):
-            scene.at[name] = _on_circle(scene.centre[host], 1.0, first - 2 * math.pi * place / len(ranks))
-        _place_inside(scene, host, ranks)
-    for node in scene.graph.of_kind(NodeKind.NETWORK):
-        scene.at[node.name] = (0.0, 0.0)
-    wanted = {}
-    for place, (leaf, below) in enumerate(_leaves(scene).items()):
-        x, y = (sum(scene.centre[host][axis] for host in below) for axis in (0, 1))
-        turn = 2 * math.pi * place / len(_leaves(scene))
-        wanted[leaf] = turn if math.hypot(x, y) < 1e-6 else math.atan2(y, x)  # below all hosts: evenly
-    radius = (far - DISC) / 2
-    for name, angle in (_apart(wanted, 0.5 / radius) if wanted else {}).items():
-        scene.at[name] = _on_circle((0.0, 0.0), radius, angle)
-
-
-def _leaves(scene: _Scene) -> dict[str, set[int]]:
-    """The switches between hosts and the network, with the hosts below that are drawn."""
-    graph = scene.graph
-    drawn = {graph.by_name[name].host for name in scene.ranks}
-    switches = [node.name for node in graph.of_kind(NodeKind.NETWORK)]
-    below = {name: graph.below(name) & drawn for name in switches} if len(switches) > 1 else {}
-    return {name: hosts for name, hosts in below.items() if hosts}
-
-
-def _place_inside(scene: _Scene, host: int, ranks: Sequence[str]) -> None:
-    """NVSwitches at the centre of a host, CPUs near it and PCIe switches further out, towards the ranks below them."""
-    graph, centre = scene.graph, scene.centre[host]
-    here = [node for node in graph.nodes if node.host == host]
-    fabric = [node for node in here if node.kind is NodeKind.NVSWITCH]
-    scene.at.update({node.name: centre for node in fabric})
-    if not scene.outside:
-        return
-    levels: dict[float, list[Node]] = defaultdict(list)
-    for node in here:
-        if node.kind is NodeKind.CPU and _below(graph, node, ranks):
-            levels[0.45 if fabric else 0.3].append(node)
-        if node.kind is NodeKind.PCIE and _below(graph, node, ranks):
-            leaf = any(link.dst in ranks for link in graph.following[node.name])
-            levels[0.7 if leaf else 0.53].append(node)
-        if node.kind is NodeKind.NIC and scene.nics and _below(graph, node, ranks):
-            levels[0.42].append(node)
-    for radius, nodes in levels.items():
-        if len(nodes) == 1 and nodes[0].kind is NodeKind.CPU and not fabric:
-            scene.at[nodes[0].name] = centre
-            continue
-        wanted = {}
-        for node in nodes:
-            places = [scene.at[name] for name in _below(graph, node, ranks)]
-            mean = sum(x for x, _ in places) / len(places), sum(y for _, y in places) / len(places)
-            wanted[node.name] = math.atan2(mean[1] - centre[1], mean[0] - centre[0])
-        for name, angle in _apart(wanted, 0.3 / radius).items():
-            scene.at[name] = _on_circle(centre, radius, angle)
-
-
-def _below(graph: LinkGraph, node: Node, ranks: Sequence[str]) -> list[str]:
-    """The ranks that a switch or CPU reaches without passing a CPU or a rank."""
-    seen, waiting = {node.name}, [node.name]
-    while waiting:
-        for link in graph.following[waiting.pop()]:
-            kind = graph.by_name[link.dst].kind
-            if link.dst in seen or link.kind in FABRIC or kind in (NodeKind.CPU, NodeKind.NETWORK, NodeKind.NIC):
-                continue
-            seen.add(link.dst)
-            if link.dst not in ranks:
-                waiting.append(link.dst)
-    return [name for name in ranks if name in seen]
-
-
-def _apart(angles: Mapping[str, float], least: float) -> dict[str, float]:
-    """The angles, moved until neighbours are `least` radians apart, or as far as there is room."""
-    names = sorted(angles, key=lambda name: (angles[name], name))
-    placed = dict(angles)
-    if len(names) < 2:
-        return placed
-    least = min(least, 2 * math.pi / len(names))
-    for _ in range(100):
-        for at, name in enumerate(names):
-            after = names[(at + 1) % len(names)]
-            turn = 2 * math.pi if at + 1 == len(names) else 0.0
-            missing = least - (placed[after] + turn - placed[name])
-            if missing > 0:
-                placed[name] -= missing / 2
-                placed[after] += missing / 2
-    return placed
-
-
-def _closest(scene: _Scene) -> float:
-    """Distance of two neighbours on a circle."""
-    most = max(len(scene.of_host(host)) for host in scene.centre) if scene.centre else 1
-    return 2 * math.sin(math.pi / most) if most > 1 else 2.0
-
-
-def _on_circle(centre: Point, radius: float, angle: float) -> Point:
-    return centre[0] + radius * math.cos(angle), centre[1] + radius * math.sin(angle)
-
-
 # How it is drawn.
 
 
-def _draw_groups(axes: Axes, scene: _Scene) -> None:
+def _draw_groups(axes: Axes, scene: Scene) -> None:
     """A disc behind each of several hosts; behind neighbours of the same NUMA node of a lone one, an arc."""
     from matplotlib.patches import Circle, Wedge
 
@@ -365,11 +177,11 @@ def _draw_groups(axes: Axes, scene: _Scene) -> None:
         axes.add_patch(arc)
         middle = low + span / 2
         turned = (math.degrees(middle) % 180) - 90
-        axes.text(*_on_circle((0, 0), 1.045 + thickness / 2, middle), f"NUMA {numa}", rotation=turned,
+        axes.text(*on_circle((0, 0), 1.045 + thickness / 2, middle), f"NUMA {numa}", rotation=turned,
                   ha="center", va="center", fontsize=9, color=GREY)  # fmt: skip
 
 
-def _numa_runs(scene: _Scene) -> Iterator[tuple[int, list[str]]]:
+def _numa_runs(scene: Scene) -> Iterator[tuple[int, list[str]]]:
     """Neighbours on the circle that are of one NUMA node."""
     numa = [scene.graph.by_name[name].numa for name in scene.ranks]
     begin = next(at for at in range(len(numa)) if numa[at] != numa[at - 1])
@@ -379,7 +191,7 @@ def _numa_runs(scene: _Scene) -> Iterator[tuple[int, list[str]]]:
             yield its_numa, list(run)
 
 
-def _draw_links(axes: Axes, scene: _Scene) -> bool:
+def _draw_links(axes: Axes, scene: Scene) -> bool:
     """In grey, what strands go through, and, dashed, what none uses.  Returns whether there is such a link."""
     hops = {frozenset(hop) for strand in scene.strands for hop in strand.hops}
     drawn: set[frozenset[str]] = set()
@@ -402,7 +214,7 @@ def _draw_links(axes: Axes, scene: _Scene) -> bool:
             thick = max(THINNEST, WIDEST * link.capacity / widest)
         axes.plot(xs, ys, color=PALE, linewidth=thick, linestyle=UNUSED if dashed else "solid", zorder=1)
     if len(scene.centre) > 1:
-        leaves = _leaves(scene)
+        leaves = leaf_switches(scene)
         for host, (x, y) in scene.centre.items():
             rim = 1 - DISC / math.hypot(x, y)
             for left, bottom in [scene.at[leaf] for leaf, below in leaves.items() if host in below] or [(0.0, 0.0)]:
@@ -412,16 +224,16 @@ def _draw_links(axes: Axes, scene: _Scene) -> bool:
     return unused
 
 
-def _beside(scene: _Scene) -> Mapping[frozenset[str], list[_Strand]]:
+def _beside(scene: Scene) -> Mapping[frozenset[str], list[Strand]]:
     """The strands between every two ranks."""
-    beside: dict[frozenset[str], list[_Strand]] = defaultdict(list)
+    beside: dict[frozenset[str], list[Strand]] = defaultdict(list)
     for strand in scene.strands:
         for hop in strand.hops:
             beside[frozenset(hop)].append(strand)
     return beside
 
 
-def _thin_out(scene: _Scene) -> None:
+def _thin_out(scene: Scene) -> None:
     """Lines and gaps so thin that what lies side by side is no wider than the ranks that it joins."""
     widest = max((sum(each.points + GAP for each in strands) for strands in _beside(scene).values()), default=0.0)
     share = min(1.0, 1.7 * scene.node / widest) if widest else 1.0
@@ -429,7 +241,7 @@ def _thin_out(scene: _Scene) -> None:
     scene.strands = [replace(strand, points=strand.points * share) for strand in scene.strands]
 
 
-def _draw_strands(axes: Axes, scene: _Scene) -> None:
+def _draw_strands(axes: Axes, scene: Scene) -> None:
     """Lines of the same two ranks side by side, all together centred between them; one-way rings with arrows."""
     from matplotlib.patches import Polygon
 
@@ -456,7 +268,7 @@ def _draw_strands(axes: Axes, scene: _Scene) -> None:
                 axes.add_patch(Polygon(head, facecolor=strand.colour, edgecolor="white", linewidth=0.8, zorder=4))
 
 
-def _draw_nodes(axes: Axes, scene: _Scene) -> None:
+def _draw_nodes(axes: Axes, scene: Scene) -> None:
     from matplotlib.patches import Circle
 
     graph = scene.graph
@@ -484,7 +296,7 @@ def _draw_nodes(axes: Axes, scene: _Scene) -> None:
         axes.text(*scene.at[node.name], text, ha="center", va="center", fontsize=size, color=INK, bbox=box, zorder=6)
 
 
-def _boxes(scene: _Scene) -> Iterator[tuple[Node, str]]:
+def _boxes(scene: Scene) -> Iterator[tuple[Node, str]]:
     """What is drawn as a box, and its text; NVSwitches of a host as one."""
     for host in scene.centre:
         fabric = [node for node in scene.graph.of_kind(NodeKind.NVSWITCH) if node.host == host]
@@ -497,7 +309,7 @@ def _boxes(scene: _Scene) -> Iterator[tuple[Node, str]]:
             yield node, literal(spoken(node)) if named else ""
 
 
-def _draw_legend(figure: Figure, scene: _Scene, unused: bool, left: float) -> None:
+def _draw_legend(figure: Figure, scene: Scene, unused: bool, left: float) -> None:
     """Beside the machine: what each colour is, and what was assumed."""
     from matplotlib.lines import Line2D
 

@@ -13,7 +13,7 @@ from ringreduce.common.files import write_file
 from ringreduce.common.units import bytes_text
 from ringreduce.plan.model import Channel, Read
 from ringreduce.plan.simulate import Hop, Simulated, hops, simulate
-from ringreduce.topology.draw.machine import places
+from ringreduce.topology.draw.placing import places
 from ringreduce.topology.draw.style import colour, machine_name, rank_label, spoken
 from ringreduce.topology.graph import NodeKind
 
