@@ -5,6 +5,12 @@ timeout given to a `work.wait()` passes, after `OperatorFailed`, and after a `Co
 split sizes of `all_to_all`, or of calls with an `Op` outside of the engine. After any other error of a call the group
 is unusable on all its ranks: further calls raise the first error again. The process and other groups are unharmed; make
 a new group to go on.
+
+Ctrl-C ends a wait of the main thread within a fifth of a second, as KeyboardInterrupt. The rank has left the call then:
+the group is unusable, and the others raise a `PeerLost` that names the rank. So does the rank itself if it goes on with
+the group. A SIGINT handler of the program's own runs when the call has ended, since it may make calls. It takes until
+the end of the call, too, over Gloo's messages, on GPUs, and where torch waits for a future, as in DDP's `backward`.
+
 After a failed call, outputs hold undefined values, and inputs that are not also outputs are unchanged. What the errors
 of a parameter server mean is in docs/parameter_server.md.
 

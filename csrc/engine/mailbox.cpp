@@ -5,6 +5,7 @@
 #include <cstring>
 #include <utility>
 
+#include "core/interrupt.h"
 #include "core/threads.h"
 #include "engine/history.h"
 #include "kernels/accumulate.h"
@@ -103,6 +104,7 @@ void Mailbox::wait(const std::shared_ptr<Message>& message, Nanoseconds patience
   move_until(
       lock, [&] { return message->done; },
       [&](Nanoseconds waited) {
+        if (ctrl_c_came(waited)) team_->fate().interrupt(title(*message));  // which ends all messages
         look();
         const std::lock_guard relock(mutex_);
         if (waited >= patience && !message->done)

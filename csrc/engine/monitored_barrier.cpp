@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "core/interrupt.h"
 #include "engine/history.h"
 #include "engine/late.h"
 #include "transport/links.h"
@@ -84,6 +85,7 @@ class MonitoredBarrier {
 
   // Called while waiting: throws if it is in vain.
   void look(Nanoseconds waited) {
+    if (ctrl_c_came(waited)) team_.fate().interrupt("monitored_barrier");
     const std::vector<int> absent = missing();
     if (absent.empty()) return;
     for (int r : team_.fate().gone())

@@ -9,6 +9,7 @@
 // given: it gets the error that the call throws.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -17,6 +18,7 @@
 #include <thread>
 
 #include "core/error.h"
+#include "core/interrupt.h"
 #include "core/threads.h"
 
 namespace ringreduce {
@@ -24,7 +26,9 @@ namespace ringreduce {
 class CallQueue {
  public:
   using Misused = std::function<void(const Error&)>;
-  explicit CallQueue(Misused misused = nullptr) : misused_(std::move(misused)) {}
+  // `interrupt`: ends the calls, after Ctrl-C in a thread that waits for its turn.
+  explicit CallQueue(Misused misused = nullptr, std::function<void()> interrupt = nullptr)
+      : misused_(std::move(misused)), interrupt_(std::move(interrupt)) {}
   ~CallQueue() { stop(); }
 
   // A call's turn in its caller's thread: after all calls before it, until this object goes.
@@ -48,7 +52,12 @@ class CallQueue {
     void await() {
       if (came_) return;
       std::unique_lock lock(queue_.mutex_);
-      queue_.turn_came_.wait(lock, [&] { return number_ == queue_.next_turn_; });
+      const auto its_turn = [&] { return number_ == queue_.next_turn_; };
+      while (!queue_.turn_came_.wait_for(lock, std::chrono::nanoseconds(kLookForCtrlC), its_turn)) {
+        lock.unlock();
+        if (queue_.interrupt_ && ctrl_c_came(kLookForCtrlC)) queue_.interrupt_();
+        lock.lock();
+      }
       came_ = true;
     }
 
@@ -172,6 +181,7 @@ class CallQueue {
   }
 
   const Misused misused_;
+  const std::function<void()> interrupt_;
   std::mutex mutex_;
   std::thread::id caller_;               // of the call that runs, or waits to, in its caller's thread; else none
   std::condition_variable turn_came_;    // for those who run their call themselves, and for drain()

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <utility>
 
+#include "core/interrupt.h"
 #include "engine/history.h"
 #include "kernels/accumulate.h"
 #include "transport/links.h"
@@ -214,6 +215,7 @@ void SlotEngine::reach(const Call& call, const Program& program, const std::stri
 
 // Called while waiting: throws if it is in vain.
 void SlotEngine::look(const Call& call, std::uint64_t seq, const Execution& execution, Nanoseconds waited) {
+  if (ctrl_c_came(waited)) team_->fate().interrupt(title(call, seq));
   team_->fate().throw_if_aborted();
   if (team_->links() != nullptr) team_->links()->tell();
   for (int r = 0; r < team_->size(); ++r)

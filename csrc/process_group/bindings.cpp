@@ -5,6 +5,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <poll.h>
+#include <signal.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -13,6 +14,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <tuple>
 
+#include "core/interrupt.h"
 #include "engine/observe.h"
 #include "engine/probe.h"
 #include "kernels/accumulate.h"
@@ -54,6 +56,7 @@ void with_python_errors(int culprit, F&& call) {
       const auto type = py::reinterpret_steal<py::object>(error_class(each));
       if (type && raised.matches(type)) kind = each;
     }
+    interrupted = interrupted || raised.matches(PyExc_KeyboardInterrupt);
     throw Error(kind, py::str(raised.value()).cast<std::string>(), culprit);
   }
 }
@@ -70,6 +73,23 @@ void without_errors(const std::function<void()>& call, const char* what) {
     else
       raised.discard_as_unraisable(what);
   }
+}
+
+// Of Python's module for signals, for the life of the process: calling it runs no bytecode, so no other signal's
+// handler.
+PyObject *getsignal = nullptr, *default_int_handler = nullptr;
+
+// Only Ctrl-C that would raise KeyboardInterrupt: a handler of the program's own runs after the call, as it may make
+// calls itself.
+bool take_ctrl_c_of_python() {
+  if (Py_IsInitialized() == 0) return false;
+  const py::gil_scoped_acquire gil;
+  const py::error_scope kept;
+  if (PyOS_InterruptOccurred() == 0) return false;
+  const auto handler = py::reinterpret_steal<py::object>(PyObject_CallFunction(getsignal, "i", SIGINT));
+  if (handler.ptr() == default_int_handler) return true;
+  PyErr_SetInterrupt();
+  return false;
 }
 
 // Raises `raised` once more in the main thread, when that runs Python code of the program again.
@@ -491,6 +511,10 @@ void bind_kernels(py::module_& m) {
 
 PYBIND11_MODULE(_C, m) {
   py::register_exception_translator(translate);
+  const py::module_ signals = py::module_::import("_signal");
+  getsignal = py::object(signals.attr("getsignal")).release().ptr();
+  default_int_handler = py::object(signals.attr("default_int_handler")).release().ptr();
+  take_ctrl_c = take_ctrl_c_of_python;
   py::module_::import("torch._C._distributed_c10d");  // knows the base class
   bind_transport(m);
   bind_gpus(m);

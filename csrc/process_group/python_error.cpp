@@ -3,6 +3,10 @@
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
 
+#include <utility>
+
+#include "core/interrupt.h"
+
 namespace ringreduce {
 
 namespace {
@@ -28,6 +32,7 @@ PyObject* error_class(ErrorKind kind) {
 }
 
 void raise(const Error& error) {
+  if (std::exchange(interrupted, false)) return PyErr_SetNone(PyExc_KeyboardInterrupt);
   const auto type = pybind11::reinterpret_steal<pybind11::object>(error_class(error.kind()));
   if (!type) throw pybind11::error_already_set();
   PyErr_SetObject(type.ptr(), type(error.what(), error.culprit()).ptr());

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "core/fork.h"
+#include "core/interrupt.h"
 #include "engine/completions.h"
 #include "engine/mailbox.h"
 #include "engine/queue.h"
@@ -30,7 +31,8 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 struct WorkSurroundings {
   std::shared_ptr<Engine> engine;
   std::shared_ptr<Mailbox> mailbox;  // null where messages are those of another backend
-  CallQueue queue{[this](const Error& error) { engine->fail(Error(error.kind(), error.what(), engine->rank())); }};
+  CallQueue queue{[this](const Error& error) { engine->fail(Error(error.kind(), error.what(), engine->rank())); },
+                  [this] { interrupt("waiting for the calls before"); }};
   Completions completions;
   std::unique_ptr<CallLog> log;
   bool as_gloo = false;  // whether the program knows the group as one of Gloo, as profiles then do
@@ -50,6 +52,12 @@ struct WorkSurroundings {
     } catch (const Error& error) {
       if (error.kind() != ErrorKind::aborted && !dumped.exchange(true)) log->write_dump(dump_after);
     }
+  }
+
+  // The user has interrupted a wait of this rank, which ends the group.
+  void interrupt(const std::string& what) {
+    engine->fail(Error(ErrorKind::peer_lost, what + ": " + interrupted_by_user(engine->describe(engine->rank())),
+                       engine->rank()));
   }
 
   void call_hook(const std::shared_ptr<c10d::WorkInfo>& info) const {
@@ -123,15 +131,23 @@ class CallWork : public c10d::Work {
   // over; the call goes on then, until the timeout of its own.
   bool wait(std::chrono::milliseconds timeout) override {
     if (in_child()) return wait_in_child();
-    if (timeout != kNoTimeout) {
-      std::unique_lock<std::mutex> lock(mutex_);
-      if (!cv_.wait_for(lock, std::chrono::nanoseconds(nanoseconds(timeout)), [&] { return completed_; }))
+    const Nanoseconds deadline = timeout == kNoTimeout ? kForever : now() + nanoseconds(timeout);
+    if (timeout == kNoTimeout && turn_)
+      if (const auto group = pending()) group->queue.help(*turn_);
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!completed_) {
+      const Nanoseconds patience = std::min(deadline - now(), kLookForCtrlC);
+      if (cv_.wait_for(lock, std::chrono::nanoseconds(patience), [&] { return completed_; })) break;
+      if (now() >= deadline)
         throw Error(ErrorKind::timeout,
                     c10::str("Operation timed out! ", name_of(opType_), " number ", sequence_, " of the group: rank ",
                              rank_, " of it waited the ", timeout.count(), " ms that wait() was given"));
-    } else if (turn_) {
-      if (const auto group = pending()) group->queue.help(*turn_);
+      lock.unlock();
+      if (ctrl_c_came(kLookForCtrlC))  // the work ends with the group's error
+        if (const auto group = pending()) group->interrupt(c10::str(name_of(opType_), " number ", sequence_));
+      lock.lock();
     }
+    lock.unlock();
     return Work::wait(kNoTimeout);
   }
 

@@ -8,6 +8,7 @@
 #include <iterator>
 #include <utility>
 
+#include "core/interrupt.h"
 #include "core/utf8.h"
 
 namespace ringreduce {
@@ -147,6 +148,10 @@ std::optional<Error> Fate::death_of(int rank, std::optional<std::uint64_t> call)
     if (now() - entry.found_dead < kGrace) return std::nullopt;
   }
   return Error(ErrorKind::peer_lost, entry.name.describe(rank) + " " + words(rank), rank);
+}
+
+void Fate::interrupt(const std::string& what) {
+  abort(Error(ErrorKind::peer_lost, what + ": " + interrupted_by_user(describe(rank_)), rank_));
 }
 
 void Fate::throw_if_over(std::optional<std::uint64_t> call) {

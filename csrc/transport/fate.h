@@ -89,6 +89,8 @@ class Fate {
   // if it was not this rank.
   void abort(const Error& error) { abort(error, rank_); }
   void abort(const Error& error, int reporter);
+  // The user has interrupted this rank's wait in `what`.
+  void interrupt(const std::string& what);
   // Tells the others that this rank fails in call `seq`, before it gives back its tensors.
   void fail(std::uint64_t seq);
   // Whether any rank has failed in call `seq` or an earlier one. Looks after everything that this rank read before.

@@ -4,6 +4,8 @@
 #include <cstring>
 #include <utility>
 
+#include "core/interrupt.h"
+
 namespace ringreduce {
 namespace {
 
@@ -29,7 +31,8 @@ void Links::admit(int peer, Region mirror) {
 }
 
 void Links::reach(std::span<const int> peers, Nanoseconds timeout) {
-  Nanoseconds deadline = now() + timeout;
+  const Nanoseconds began = now();
+  Nanoseconds deadline = began + timeout;
   Standstill standstill;
   for (const int peer : peers) {
     // Both ends may need it now: the higher rank leaves it to the lower for a moment.
@@ -38,8 +41,9 @@ void Links::reach(std::span<const int> peers, Nanoseconds timeout) {
   }
   for (const int peer : peers)
     while (!connections_.wait_for(peer, kLook)) {
-      fate_.throw_if_aborted();
       const Nanoseconds t = now();
+      if (ctrl_c_came(t - began)) fate_.interrupt("reaching " + fate_.describe(peer));
+      fate_.throw_if_aborted();
       deadline += standstill.before(t);
       if (t >= deadline)
         throw Error(

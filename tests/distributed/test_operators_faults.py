@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import os
 import signal
-import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -23,7 +20,6 @@ from distributed.harness import Rank, Ranks, run
 import ringreduce
 from ringreduce import Op
 from ringreduce.errors import CollectiveMismatch, InvalidArgument, OperatorFailed, PeerLost
-from ringreduce.operators import call as calls_of_operators
 
 
 def raises_on_one_rank(me: Rank, count: int) -> None:
@@ -86,35 +82,20 @@ def test_every_error_is_told() -> None:
     run(placed, 2, {}, odd_errors)
 
 
-@contextlib.contextmanager
-def late_for_the_engine() -> Iterator[None]:
-    """This rank comes a second later than its peers, which wait in the engine."""
-    as_bytes = calls_of_operators.as_bytes
-
-    def late(rows: torch.Tensor) -> torch.Tensor:
-        time.sleep(1.0)
-        return as_bytes(rows)
-
-    calls_of_operators.as_bytes = late
-    try:
-        yield
-    finally:
-        calls_of_operators.as_bytes = as_bytes
-
-
 def interrupted(me: Rank, count: int) -> None:
-    if me.rank == 1:
-        threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT)).start()
-        with pytest.raises(KeyboardInterrupt):
-            ringreduce.all_reduce(torch.zeros(count), op=Op.torch(torch.fmax))
-    else:
-        with late_for_the_engine(), pytest.raises(OperatorFailed, match="rank 1: KeyboardInterrupt"):
-            ringreduce.all_reduce(torch.zeros(count), op=Op.torch(torch.fmax))
+    def signalled(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        if me.rank == 1:
+            signal.raise_signal(signal.SIGINT)
+        return torch.fmax(a, b)
+
+    expected = KeyboardInterrupt if me.rank == 1 else OperatorFailed
+    with pytest.raises(expected, match=None if me.rank == 1 else "rank 1: KeyboardInterrupt"):
+        ringreduce.all_reduce(torch.zeros(count), op=Op.torch(signalled))
     lives_on(me)
 
 
 @pytest.mark.parametrize("count", [1000, 100_000, 1_000_000])
-def test_a_signal_while_the_engine_waits_is_an_error_of_the_function(count: int) -> None:
+def test_a_signal_in_the_function_is_an_error_of_it(count: int) -> None:
     run(placed, 2, {}, interrupted, count)
 
 

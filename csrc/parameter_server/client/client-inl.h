@@ -13,13 +13,13 @@
 #include "core/atomics.h"
 #include "core/descriptors.h"
 #include "core/error.h"
+#include "core/interrupt.h"
 #include "parameter_server/client/client.h"
 #include "parameter_server/server/server.h"
 
 namespace ringreduce::parameter_server {
 
 inline constexpr Nanoseconds kLookEvery = 10 * kMillisecond;  // between checks for servers that have ended
-inline constexpr Nanoseconds kLookForCtrlC = 100 * kMillisecond;
 inline constexpr int kLooks = 200, kYields = 50;     // a waiting thread polls, then yields so often before it sleeps
 inline constexpr std::uint32_t kNobody = INT32_MAX;  // the wire address of a server that no replica serves yet
 

@@ -1,0 +1,38 @@
+// Ctrl-C while the program's main thread waits. Only Python knows of it, and it must not raise in the middle of a call:
+// the wait makes it an error of the group, and where that error leaves C++, Python gets KeyboardInterrupt instead.
+#pragma once
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <string>
+
+#include "core/clock.h"
+
+namespace ringreduce {
+
+// To ask takes the GIL, so a wait does it no more often.
+inline constexpr Nanoseconds kLookForCtrlC = 100 * kMillisecond;
+
+// Whether Ctrl-C has come, which this takes; set where Python is. Called in the main thread alone.
+inline std::atomic<bool (*)()> take_ctrl_c{nullptr};
+// Of the main thread: the error that it is about to throw is KeyboardInterrupt.
+inline thread_local bool interrupted = false;
+
+// Whether this thread, which has waited for so long, is to wait no more. To be asked at each look.
+inline bool ctrl_c_came(Nanoseconds waited) {
+  thread_local Nanoseconds asked = 0;
+  const auto take = take_ctrl_c.load(std::memory_order_relaxed);
+  if (take == nullptr || waited < kLookForCtrlC || now() - asked < kLookForCtrlC) return false;
+  asked = now();
+  if (getpid() != syscall(SYS_gettid) || !take()) return false;
+  return interrupted = true;
+}
+
+// What the others are told of the rank.
+inline std::string interrupted_by_user(const std::string& whom) {
+  return whom + " was interrupted (KeyboardInterrupt)";
+}
+
+}  // namespace ringreduce
