@@ -64,27 +64,6 @@ METHOD = (
 )
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The command line, checked."""
-
-    hosts: int
-    ranks: int  # of each host
-    rate: str | None
-    delay: float  # seconds
-    loss: float
-    interfaces: int
-    collectives: tuple[str, ...]
-    sizes: tuple[int, ...]
-    backends: tuple[str, ...]
-    transport: str
-    dtype: str
-    rounds: int
-    iterations: int | None
-    batch_time: float  # seconds
-    timeout: float  # seconds
-
-
 @dataclass
 class Row:
     """One collective and size; the keys are explained in the module's docstring."""
@@ -186,7 +165,7 @@ def time_barrier(group: Group, order: dict[str, Any]) -> dict[str, Any]:
 # ---- outside -------------------------------------------------------------------------------------------------------
 
 
-def measure(settings: Settings, network: Network, ranks: Ranks, inputs: Path) -> Iterator[Row]:
+def measure(settings: argparse.Namespace, network: Network, ranks: Ranks, inputs: Path) -> Iterator[Row]:
     """The rows, without what depends on the goodput."""
     numbers = itertools.count(1)
 
@@ -265,7 +244,7 @@ def _stream(network: Network, seconds: float) -> float:
     return received / seconds
 
 
-def make_header(settings: Settings, network: Network) -> dict[str, Any]:
+def make_header(settings: argparse.Namespace, network: Network) -> dict[str, Any]:
     """What is run, on what machine, and how to read the figures."""
     tool = "iperf3"
     if path := shutil.which(tool):
@@ -274,7 +253,7 @@ def make_header(settings: Settings, network: Network) -> dict[str, Any]:
         tool = "sockets of this script (iperf3 is not installed)"
     return {
         **harness.origin("hosts: collectives of ringreduce and Gloo between network namespaces"),
-        "settings": asdict(settings),
+        "settings": {key: value for key, value in vars(settings).items() if key != "json"},
         "carrier": network.carrier,
         "congestion_control": Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip(),
         "goodput_tool": tool,
@@ -327,8 +306,8 @@ def format_table(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def read_command_line() -> tuple[Settings, argparse.Namespace]:
-    """The settings, and the rest of the command line: where to write what."""
+def read_command_line() -> argparse.Namespace:
+    """The command line, checked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
     option("--hosts", type=int, default=2, help="(default 2)")
@@ -343,7 +322,13 @@ def read_command_line() -> tuple[Settings, argparse.Namespace]:
     option("--transport", default="auto", help="of ringreduce: auto, tcp or gloo (default auto)")
     option("--dtype", choices=BITS, default="float32", help="(default float32)")
     option("--rounds", type=int, default=5, help="turns that each backend takes in a row (default 5)")
-    option("--iters", type=int, help="timed calls in a turn (default what takes --batch-time, at least 3)")
+    option(
+        "--iterations",
+        "--iters",
+        type=int,
+        metavar="N",
+        help="timed calls in a turn (default what takes --batch-time, at least 3)",
+    )
     option("--batch-time", type=float, default=0.3, help="seconds of calls in a turn (default 0.3)")
     option("--timeout", type=float, default=120, help="seconds that a turn may take (default 120)")
     option("--json", type=Path, metavar="FILE", help="write header and rows")
@@ -351,50 +336,34 @@ def read_command_line() -> tuple[Settings, argparse.Namespace]:
 
     if args.hosts < 2 or args.ranks < 1 or args.interfaces < 1:
         parser.error("need --hosts of at least 2, --ranks and --interfaces of at least 1")
-    if args.rounds < 1 or (args.iters or 1) < 1 or args.batch_time <= 0 or args.timeout <= 0:
+    if args.rounds < 1 or (args.iterations or 1) < 1 or args.batch_time <= 0 or args.timeout <= 0:
         parser.error("--rounds and --iters must be at least 1, --batch-time and --timeout above 0")
     if min(args.sizes) < BITS[args.dtype].itemsize:
         parser.error(f"need sizes of at least {BITS[args.dtype].itemsize}, an element of {args.dtype}")
     if reason := unavailable():
         parser.error(reason)
-    settings = Settings(
-        hosts=args.hosts,
-        ranks=args.ranks,
-        rate=args.rate,
-        delay=args.delay,
-        loss=args.loss,
-        interfaces=args.interfaces,
-        collectives=tuple(args.collectives),
-        sizes=tuple(args.sizes),
-        backends=tuple(name for name in BACKENDS if name in args.backends),
-        transport=args.transport,
-        dtype=args.dtype,
-        rounds=args.rounds,
-        iterations=args.iters,
-        batch_time=args.batch_time,
-        timeout=args.timeout,
-    )
-    return settings, args
+    args.backends = [name for name in BACKENDS if name in args.backends]
+    return args
 
 
 def main() -> int:
-    settings, args = read_command_line()
+    args = read_command_line()
     rows: list[Row] = []
     with (
         tempfile.TemporaryDirectory() as folder,
-        Network(settings.hosts, settings.rate, settings.delay, settings.loss, settings.interfaces) as network,
+        Network(args.hosts, args.rate, args.delay, args.loss, args.interfaces) as network,
     ):
-        header = make_header(settings, network)
+        header = make_header(args, network)
         print(format_header(header), flush=True)
-        inputs = write_inputs(Path(folder), settings.dtype, settings.hosts * settings.ranks)
+        inputs = write_inputs(Path(folder), args.dtype, args.hosts * args.ranks)
         header["goodput"].append(goodput(network))
-        told = (settings.backends, settings.transport, settings.timeout)
-        with Ranks(network, settings.ranks, serve, *told, timeout=settings.timeout) as ranks:
+        told = (args.backends, args.transport, args.timeout)
+        with Ranks(network, args.ranks, serve, *told, timeout=args.timeout) as ranks:
             try:
                 ranks.reports()
-                steps = sum(len(settings.sizes) if name != "barrier" else 1 for name in settings.collectives)
-                with harness.Progress(" and ".join(settings.backends), steps, shown=True) as progress:
-                    for row in measure(settings, network, ranks, inputs):
+                steps = sum(len(args.sizes) if name != "barrier" else 1 for name in args.collectives)
+                with harness.Progress(" and ".join(args.backends), steps, shown=True) as progress:
+                    for row in measure(args, network, ranks, inputs):
                         rows.append(row)
                         progress.advance(f"{row.collective}, {harness.format_bytes(row.bytes)}")
             except RankFailed as error:

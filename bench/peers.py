@@ -1,39 +1,41 @@
 """Collectives of ringreduce next to Gloo, Open MPI, MPICH, Intel MPI and oneCCL, and what plain copies cost.
 
     python bench/peers.py --setup-only                        install the MPI libraries beside this file, once
-    python bench/peers.py --json peers.json --plot peers.png  everything: 2 to 16 ranks, 8 B to 256 MB; takes hours
+    python bench/peers.py --json peers.json                   everything: 2 to 16 ranks, 8 B to 256 MB; takes hours
     python bench/peers.py --ranks 2 --collectives all_reduce --sizes 64 32K 1M 64M --zero-copy
 
 Every backend is a team of processes (peer_team.py) that lives through all rows of a rank count and sleeps on a socket
 while another team measures. Prints a header and one table per rank count and collective. Exit code: 0, 1 if any element
 was wrong or a backend failed, 2 if the request makes no sense here.
 
-`--json` writes {"header", "rows", "notes"}; plot.py draws it again. A row has collective, ranks, bytes, count, dtype;
+`--json` writes {"header", "rows", "notes"}. A row has collective, ranks, bytes, count, dtype;
 `cases`, whether the cores shared a cache, per round; for each backend `times_us` and `means_us` (per round: median and
 mean of the calls), `median_us` (of the rounds' `times_us`) and `wrong` (elements); `copy_gbs` (per round, for each kind
 of copy), `limit_us`, `limit_share` of each of ours; and best_peer, vs_best_peer, vs_gloo (their median over ours). What
 could not be measured is missing or null, and `notes` says why.
-`header.probes` are those of cache_probe.py, one at the start and one per round.
+`header.probes` are what `cache_probe` found, one at the start and one per round.
 """
 
 import argparse
 import contextlib
 import itertools
-import json
+import mmap
 import os
 import signal
+import socket
 import statistics
-import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from importlib.util import find_spec
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import harness
-from cache_probe import caches
+import numpy as np
+from numpy.typing import NDArray
 from peer_team import COPIES, MPIS, install_all, start_of
 from rich.console import Console
 from rich.table import Table
@@ -43,7 +45,11 @@ from ringreduce.cli.bench.team import BackendFailed, Team
 from ringreduce.cli.bench.turns import free_memory, take_turns
 from ringreduce.cli.bench.worker import BITS, Layout, write_inputs
 
-FOLDER = Path(__file__).resolve().parent
+Block = NDArray[np.uint64]
+BLOCKS = {"256 KiB": 1 << 18, "4 MiB": 1 << 22}
+MEMORY = 1 << 30  # bytes; more than any cache of a machine met so far, the largest being 480 MiB
+TURNS = 30
+
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 DIVIDED = ("reduce_scatter", "all_gather", "all_to_all")  # their largest buffer has a part for each rank
 
@@ -72,22 +78,8 @@ METHOD = (
     "share: limit over our time. No limit below 32 KiB, where a copy takes less time than its call.",
     "#wrong: elements that differ from the exact result, on any rank, in the call that ends each batch, all rounds.",
     "shared cache: a core reads what another core has just written faster than memory. It can change while a machine",
-    "runs, as its virtual cores are moved; so each round begins with such a probe (cache_probe.py).",
+    "runs, as its virtual cores are moved; so each round begins with such a probe (`cache_probe`).",
 )
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The command line, checked."""
-
-    ranks: tuple[int, ...]
-    collectives: tuple[str, ...]
-    sizes: tuple[int, ...]
-    backends: tuple[str, ...]
-    dtype: str
-    rounds: int
-    batch_time: float  # seconds
-    timeout: float  # seconds, for a batch with all that belongs to it
 
 
 @dataclass(frozen=True)
@@ -186,7 +178,7 @@ def layouts(collective: str, ranks: int, sizes: Sequence[int], dtype: str) -> li
 
 
 def open_teams(
-    settings: Settings, ranks: int, folder: Path, stack: contextlib.ExitStack, notes: list[str]
+    settings: argparse.Namespace, ranks: int, folder: Path, stack: contextlib.ExitStack, notes: list[str]
 ) -> list[Team]:
     """The backends' teams and those that copy, without the ones that failed."""
     teams: list[Team] = []
@@ -209,7 +201,7 @@ def give_up(notes: list[str], error: BackendFailed) -> None:
 
 
 def measure(
-    settings: Settings, collective: str, ranks: int, teams: list[Team], inputs: Path, calls: Iterator[int]
+    settings: argparse.Namespace, collective: str, ranks: int, teams: list[Team], inputs: Path, calls: Iterator[int]
 ) -> tuple[list[Row], list[dict[str, Any]], list[str]]:
     """All rows of a table, the cache probe of each round, and what was left out. Teams that fail leave `teams`.
 
@@ -253,21 +245,87 @@ def measure(
 
 
 def probe() -> dict[str, Any] | None:
-    """What cache_probe.py finds in a process of its own; None with one core."""
+    """What `cache_probe` finds in a process of its own; None with one core."""
     if len(os.sched_getaffinity(0)) < 2:
         return None
-    output = subprocess.check_output([sys.executable, str(FOLDER / "cache_probe.py")], text=True)
-    found: dict[str, Any] = json.loads(output)
+    process, pipe = harness.forked(cache_probe)
+    found: dict[str, Any] = pipe.recv()
+    process.join()
     return found
 
 
-def make_header(settings: Settings) -> dict[str, Any]:
+def read_gbs(block: Block) -> float:
+    """Read every byte once; GB/s. max() keeps nothing but a register, so nothing but reading is timed."""
+    start = time.perf_counter()
+    block.max()
+    return block.nbytes / (time.perf_counter() - start) / 1e9
+
+
+def from_other_core(block: Block, cores: tuple[int, int]) -> float:
+    """The median over TURNS of reading `block`, which lies in shared memory, after another process wrote it."""
+    mine, theirs = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        mine.close()
+        os.sched_setaffinity(0, {cores[1]})
+        while order := theirs.recv(1):
+            block.fill(order[0])
+            theirs.send(order)
+        os._exit(0)
+    theirs.close()
+    os.sched_setaffinity(0, {cores[0]})
+    speeds = []
+    for turn in range(1, TURNS + 1):
+        mine.send(bytes([turn]))
+        mine.recv(1)
+        speeds.append(read_gbs(block))
+        if block[-1] != turn:
+            raise RuntimeError(f"read {block[-1]} where the other process wrote {turn}")
+    mine.close()
+    os.waitpid(child, 0)
+    return statistics.median(speeds)
+
+
+def cache_probe(pipe: Connection) -> None:
+    """{"cores": [reader, writer], "memory": GB/s, "own_cache": {block: GB/s}, "other_core": {...}, "case": ...}.
+
+    How fast a core reads what another core has just written, next to memory and to its own cache. Two processes, each
+    bound to a core, take turns on a block of shared memory: one writes it, the other reads it once, timed. `memory` is
+    a private block that no cache holds. The cores share a cache, as far as a collective notices, if reading the
+    other's block beats reading memory at every size.
+    """
+    reader, writer, *_ = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {reader})
+    private = np.ones(MEMORY // 8, np.uint64)
+    memory = statistics.median(read_gbs(private) for _ in range(3))
+    own, other = {}, {}
+    for name, size in BLOCKS.items():
+        block = np.frombuffer(mmap.mmap(-1, size), np.uint64)
+        block.fill(1)
+        own[name] = statistics.median(read_gbs(block) for _ in range(TURNS))
+        other[name] = from_other_core(block, (reader, writer))
+    case = "shared cache" if min(other.values()) > memory else "no shared cache"
+    pipe.send({"cores": [reader, writer], "memory": memory, "own_cache": own, "other_core": other, "case": case})
+
+
+def caches() -> list[str]:
+    """What the kernel says of the first core's caches, as "L3 Unified 480M, cores 0-1"; empty if it says nothing."""
+    found = []
+    for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        level, kind, size, cores = (
+            (folder / name).read_text().strip() for name in ("level", "type", "size", "shared_cpu_list")
+        )
+        found.append(f"L{level} {kind} {size}, cores {cores}")
+    return found
+
+
+def make_header(settings: argparse.Namespace) -> dict[str, Any]:
     """What is run, on what machine, and how to read the figures."""
     origin = harness.origin("peers: collectives of ringreduce next to Gloo and MPI, and the cost of plain copies")
     origin["machine"]["caches"] = caches()
     return {
         **origin,
-        "settings": asdict(settings),
+        "settings": {key: value for key, value in vars(settings).items() if key != "json"},
         "backends": {name: describe(name) for name in settings.backends},
         "method": list(METHOD),
         "probes": [],
@@ -343,8 +401,8 @@ def ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}x"
 
 
-def read_command_line() -> tuple[Settings, argparse.Namespace]:
-    """The settings, and the rest of the command line: where to write what."""
+def read_command_line() -> argparse.Namespace:
+    """The command line, checked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
     names = [*OURS, *PEERS]
@@ -367,7 +425,6 @@ def read_command_line() -> tuple[Settings, argparse.Namespace]:
     option("--batch-time", type=float, default=0.1, help="seconds of calls in a turn, at least 3 calls (default 0.1)")
     option("--timeout", type=float, default=120, help="seconds that a batch, or a start, may take (default 120)")
     option("--json", type=Path, metavar="FILE", help="write header and rows")
-    option("--plot", type=Path, metavar="FILE.png", help="draw the ratio to the best peer over size")
     args = parser.parse_args()
 
     itemsize = int(BITS[args.dtype].itemsize)
@@ -377,79 +434,59 @@ def read_command_line() -> tuple[Settings, argparse.Namespace]:
         parser.error("--rounds must be at least 1, --batch-time and --timeout above 0")
     if args.max_bytes < args.min_bytes or args.factor < 2 or min(args.sizes or [args.min_bytes]) < itemsize:
         parser.error(f"need sizes of at least {itemsize}, --min-bytes <= --max-bytes and --factor >= 2")
-    if args.plot and find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: pip install matplotlib")
     if args.dtype != "float32" and set(args.backends) & set(MPIS) and args.backends is not default:
         parser.error(f"--backends: MPI has no {args.dtype}; name only {' '.join([*OURS, 'gloo'])}")
-    backends = dict.fromkeys([*args.backends, *(["ringreduce-shared"] if args.zero_copy else [])])
-    settings = Settings(
-        ranks=tuple(args.ranks),
-        collectives=tuple(args.collectives),
-        sizes=tuple(args.sizes or harness.sizes(args.min_bytes, args.max_bytes, args.factor, itemsize)),
-        backends=tuple(n for n in names if n in backends and (args.dtype == "float32" or n not in MPIS)),
-        dtype=args.dtype,
-        rounds=args.rounds,
-        batch_time=args.batch_time,
-        timeout=args.timeout,
-    )
-    return settings, args
+    backends = [*args.backends, *(["ringreduce-shared"] if args.zero_copy else [])]
+    args.backends = [n for n in names if n in backends and (args.dtype == "float32" or n not in MPIS)]
+    args.sizes = args.sizes or list(harness.sizes(args.min_bytes, args.max_bytes, args.factor, itemsize))
+    return args
 
 
 def main() -> int:
-    settings, args = read_command_line()
+    args = read_command_line()
     console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
-    failed = install_all([name for name in settings.backends if name in MPIS])
+    failed = install_all([name for name in args.backends if name in MPIS])
     for reason in failed.values():
         print(f"error: {reason}", file=sys.stderr)
     if args.setup_only:
         return 1 if failed else 0
 
-    settings = replace(settings, backends=tuple(name for name in settings.backends if name not in failed))
-    header = make_header(settings)
+    args.backends = [name for name in args.backends if name not in failed]
+    header = make_header(args)
     if found := probe():
         header["probes"].append(found)
     console.out(format_header(header) + "\n")
     rows: list[Row] = []
     left_out = list(failed.values())
     calls = itertools.count(1)
-    for ranks in settings.ranks:
+    for ranks in args.ranks:
         notes = list(failed.values())
         with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
             folder = Path(name)
-            teams = open_teams(settings, ranks, folder, stack, notes)
+            teams = open_teams(args, ranks, folder, stack, notes)
             libraries = {team.name: team.version for team in teams if team.name in MPIS}
             header["versions"] |= libraries
             console.out("".join(f"# {name:<9} {version}\n" for name, version in libraries.items()))
-            inputs = write_inputs(folder, settings.dtype, ranks)
-            for collective in settings.collectives:
-                measured, probes, failures = measure(settings, collective, ranks, teams, inputs, calls)
+            inputs = write_inputs(folder, args.dtype, ranks)
+            for collective in args.collectives:
+                measured, probes, failures = measure(args, collective, ranks, teams, inputs, calls)
                 header["probes"] += probes
                 notes += failures
                 rows += measured
                 if measured:
-                    console.print(make_table(measured, settings.backends))
+                    console.print(make_table(measured, args.backends))
                 for note in notes:
                     console.out(f"# left out: {note}")
                 left_out += [note for note in notes if note not in left_out]
-                write(args, header, rows, left_out)  # a run takes hours; what is done is kept
-    wrong = {name: sum(row.wrong.get(name, 0) for row in rows) for name in (*settings.backends, *COPIES)}
+                if args.json:  # a run takes hours; what is done is kept
+                    harness.save(
+                        args.json, {"header": header, "rows": [asdict(row) for row in rows], "notes": left_out}
+                    )
+    wrong = {name: sum(row.wrong.get(name, 0) for row in rows) for name in (*args.backends, *COPIES)}
     console.out(f"# {sum(wrong.values())} wrong elements" + "".join(f"; {n}: {c}" for n, c in wrong.items() if c))
-    for kind, path in (("JSON", args.json), ("picture", args.plot)):
-        if path:
-            console.out(f"# {kind} in {path}")
-    return 1 if any(wrong.values()) or left_out else 0
-
-
-def write(args: argparse.Namespace, header: dict[str, Any], rows: Sequence[Row], notes: Sequence[str]) -> None:
-    """The files asked for."""
-    report = {"header": header, "rows": [asdict(row) for row in rows], "notes": list(notes)}
     if args.json:
-        harness.save(args.json, report)
-    if args.plot:
-        args.plot.parent.mkdir(parents=True, exist_ok=True)
-        import plot
-
-        plot.draw_peers(report, args.plot)
+        console.out(f"# JSON in {args.json}")
+    return 1 if any(wrong.values()) or left_out else 0
 
 
 if __name__ == "__main__":

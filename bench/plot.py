@@ -1,11 +1,8 @@
 """Draws what ring_vs_tree.py measured: bus bandwidth and speed-up over size, one column per rank count.
 
-Or what peers.py measured: how many times as long as ringreduce the best peer takes, one panel per collective.
-
 python bench/plot.py ring_vs_tree.json ring_vs_tree.png
 """
 
-import itertools
 import json
 import math
 import sys
@@ -17,7 +14,7 @@ import matplotlib as mpl
 from harness import format_bytes
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogFormatter, NullLocator
 
 # Okabe and Ito's colours, told apart with any kind of colour vision; shape and label say the same again.
 STYLES = {
@@ -29,10 +26,6 @@ STYLES = {
     "gloo": ("Gloo", "#999999", "X"),
     "nccl": ("NCCL", "#CC79A7", "P"),
 }
-
-
-# How peers.py's rank counts look, fewest first.
-RANK_STYLES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"))
 
 LOOK: dict[Any, Any] = {
     "font.size": 10,
@@ -72,49 +65,6 @@ def draw(report: dict[str, Any], path: Path) -> None:
         figure.legend(handles, labels, loc="outside upper center", ncols=len(present), frameon=False)
         figure.supxlabel(caption(header, rows, int(16 * width)), fontsize=8, color="#555555", x=0.01, ha="left")
         figure.savefig(path, dpi=150)
-
-
-def draw_peers(report: dict[str, Any], path: Path) -> None:
-    """Write the picture of `report`, the JSON of peers.py, to `path`; its suffix chooses the format."""
-    rows = [row for row in report["rows"] if row["vs_best_peer"]]
-    collectives = list(dict.fromkeys(row["collective"] for row in rows))
-    counts = sorted({row["ranks"] for row in rows})
-    with mpl.rc_context(LOOK):
-        width = max(7.5, 4.2 * len(collectives))  # inches
-        figure = Figure(figsize=(width, 5.2), layout="constrained")
-        panels = figure.subplots(1, max(1, len(collectives)), sharex=True, sharey=True, squeeze=False)[0]
-        for axes, collective in zip(panels, collectives, strict=False):
-            axes.axhline(1, color="#555555", linewidth=1)
-            for ranks, (colour, marker) in zip(counts, itertools.cycle(RANK_STYLES), strict=False):
-                points = [row for row in rows if row["collective"] == collective and row["ranks"] == ranks]
-                sizes, ratios = [row["bytes"] for row in points], [row["vs_best_peer"] for row in points]
-                axes.loglog(sizes, ratios, label=f"{ranks} ranks", color=colour, marker=marker, markersize=5)
-            axes.set_title(collective, fontweight="bold")
-            axes.set_xlabel("size of the largest buffer")
-            bytes_axis(axes, [row["bytes"] for row in rows if row["ranks"] == counts[0]])
-        panels[0].set_ylabel("best peer's time / ringreduce's")
-        panels[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        panels[0].yaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}x"))
-        panels[0].yaxis.set_minor_locator(NullLocator())
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=max(1, len(counts)), frameon=False)
-        figure.supxlabel(
-            peers_caption(report["header"], int(16 * width)), fontsize=8, color="#555555", x=0.01, ha="left"
-        )
-        figure.savefig(path, dpi=150)
-
-
-def peers_caption(header: dict[str, Any], width: int) -> str:
-    """What, where and when, in lines of `width` letters."""
-    machine, settings = header["machine"], header["settings"]
-    peers = ", ".join(name for name in header["backends"] if not name.startswith("ringreduce"))
-    versions = ", ".join(f"{name} {version}" for name, version in header["versions"].items())
-    text = (
-        f"Above 1, ringreduce is faster than the fastest of {peers}. {settings['dtype']}, medians of "
-        f"{settings['rounds']} alternating rounds.\n{machine['cpu']}, {machine['cores']} cores, {machine['kernel']}. "
-        f"{versions}. {header['date']}."
-    )
-    return "\n".join(textwrap.fill(paragraph, width) for paragraph in text.splitlines())
 
 
 def line(axes: Axes, name: str, points: list[dict[str, Any]], values: list[float]) -> None:
@@ -158,5 +108,4 @@ def caption(header: dict[str, Any], rows: list[dict[str, Any]], width: int) -> s
 if __name__ == "__main__":
     if len(sys.argv) != 3:
         sys.exit(__doc__)
-    measured = json.loads(Path(sys.argv[1]).read_text())
-    (draw_peers if "settings" in measured["header"] else draw)(measured, Path(sys.argv[2]))
+    draw(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))

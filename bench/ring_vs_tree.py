@@ -54,21 +54,6 @@ METHOD = (
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The command line, checked."""
-
-    ranks: tuple[int, ...]
-    sizes: tuple[int, ...]
-    variants: tuple[str, ...]
-    baseline: str
-    dtype: str
-    op: str
-    device: str
-    schedule: harness.Schedule
-    check: bool
-
-
-@dataclass(frozen=True)
 class Row:
     """One size and variant; the keys are explained in the module's docstring."""
 
@@ -110,7 +95,7 @@ class Trial:
         return torch.tensor([inputs.wrong(self.output, call), inputs.wrong(self.buffer, call)])
 
 
-def measure(settings: Settings) -> list[Row]:
+def measure(settings: argparse.Namespace) -> list[Row]:
     """One rank; every rank returns all rows."""
     device = torch.device(settings.device)
     if device.type == "cuda":
@@ -120,7 +105,7 @@ def measure(settings: Settings) -> list[Row]:
     numbers = itertools.count()
     title = f"{dist.get_world_size()} ranks"
     rows: list[Row] = []
-    unchecked = dataclasses.replace(settings, check=False)
+    unchecked = argparse.Namespace(**{**vars(settings), "check": False})
     measure_size(unchecked, groups, settings.sizes[0], device, numbers)  # dropped: the ranks have only just started
     with harness.Progress(title, len(settings.sizes), shown=dist.get_rank() == 0) as progress:
         for size in settings.sizes:
@@ -142,7 +127,11 @@ def open_group(variant: str) -> dist.ProcessGroup:
 
 
 def measure_size(
-    settings: Settings, groups: dict[str, dist.ProcessGroup], size: int, device: torch.device, numbers: Iterator[int]
+    settings: argparse.Namespace,
+    groups: dict[str, dist.ProcessGroup],
+    size: int,
+    device: torch.device,
+    numbers: Iterator[int],
 ) -> list[Row]:
     """Check, time and check again every variant at one size; `numbers` numbers the checked calls."""
     dtype = harness.DTYPES[settings.dtype]
@@ -191,7 +180,7 @@ def measure_size(
     ]
 
 
-def make_header(settings: Settings) -> dict[str, Any]:
+def make_header(settings: argparse.Namespace) -> dict[str, Any]:
     """What was run, on what machine, and how to read the figures."""
     return {
         **harness.origin("all_reduce: ring, tree and direct exchange of ringreduce, and peers"),
@@ -254,8 +243,8 @@ def format_result(result: Result) -> str:
     return f"{result.time_us:>10.2f} {result.algbw:>7.2f} {result.busbw:>7.2f} {wrong:>6}"
 
 
-def read_command_line() -> tuple[Settings, argparse.Namespace]:
-    """The settings, and the rest of the command line: where to write what."""
+def read_command_line() -> argparse.Namespace:
+    """The command line, checked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     option, names = parser.add_argument, (*ALGORITHMS, *PEERS)
     option(
@@ -293,26 +282,19 @@ def read_command_line() -> tuple[Settings, argparse.Namespace]:
     if world and args.ranks:
         parser.error(f"--ranks is for runs without torchrun, which has started {world} ranks already")
     nccl = args.device == "cuda" and dist.is_nccl_available()
-    variants = tuple(args.variants or (*ALGORITHMS, "gloo", *(["nccl"] if nccl else [])))
-    if set(variants) & set(ALGORITHMS) and importlib.util.find_spec("ringreduce") is None:
+    args.variants = args.variants or [*ALGORITHMS, "gloo", *(["nccl"] if nccl else [])]
+    if set(args.variants) & set(ALGORITHMS) and importlib.util.find_spec("ringreduce") is None:
         parser.error("ringreduce is not installed: pip install -e . (or --variants gloo)")
-    settings = Settings(
-        ranks=(int(world),) if world else tuple(args.ranks or (2, 4)),
-        sizes=tuple(harness.sizes(args.min_bytes, args.max_bytes, args.factor, itemsize)),
-        variants=variants,
-        baseline=args.baseline or ("nccl" if "nccl" in variants else "gloo"),
-        dtype=args.dtype,
-        op=args.op,
-        device=args.device,
-        schedule=harness.Schedule(args.warmup, args.rounds, args.min_time),
-        check=args.check,
-    )
-    return settings, args
+    args.ranks = [int(world)] if world else args.ranks or [2, 4]
+    args.sizes = list(harness.sizes(args.min_bytes, args.max_bytes, args.factor, itemsize))
+    args.baseline = args.baseline or ("nccl" if "nccl" in args.variants else "gloo")
+    args.schedule = harness.Schedule(args.warmup, args.rounds, args.min_time)
+    return args
 
 
 def main() -> int:
-    settings, args = read_command_line()
-    header = make_header(settings)
+    args = read_command_line()
+    header = make_header(args)
     under_torchrun = "WORLD_SIZE" in os.environ
     speaker = int(os.environ.get("RANK", "0")) == 0
     rows: list[Row] = []
@@ -324,16 +306,13 @@ def main() -> int:
             print(text, flush=True)
 
     say(format_header(header) + "\n")
-    for ranks in settings.ranks:
-        if under_torchrun:
-            measured = harness.become_rank(measure, settings)
-        else:
-            measured = harness.start_ranks(ranks, measure, settings)
+    for ranks in args.ranks:
+        measured = harness.become_rank(measure, args) if under_torchrun else harness.start_ranks(ranks, measure, args)
         rows += measured
-        say(format_table(measured, settings.baseline))
+        say(format_table(measured, args.baseline))
 
     wrong = sum(result.wrong or 0 for row in rows for result in (row.out_of_place, row.in_place))
-    say(f"# {wrong} wrong elements" if settings.check else "# results not checked")
+    say(f"# {wrong} wrong elements" if args.check else "# results not checked")
     if speaker:
         write(header, rows, texts, args)
     return 1 if wrong else 0
