@@ -172,7 +172,7 @@ $(VENV)/.wheel-tools: Makefile $(VENV)/.torch
 	@$(call install_missing,$(WHEEL_TOOLS))
 	@touch $@
 
-# docs/releasing.md says what a release is made of.
+# docs/tested.md says what a release is made of.
 wheel: $(VENV)/.wheel-tools
 	$(PY) build_wheel.py $(TORCHS)
 

@@ -81,7 +81,6 @@ NOT_HERE = {
     "docs/parameter_server.md: .follow(policy": "parameter_server/test_readers.py follows a model",
     "docs/parameter_server_running.md: workers=8": "needs several hosts: parameter_server/test_serve.py",
     "docs/parameter_server_running.md: @ray.remote": "needs Ray: test_ecosystem.py",
-    "docs/hyperparameter_search.md: from ray import tune": "needs Ray: test_ecosystem.py",
     "docs/parameter_server_running.md: kv.snapshot(": "parameter_server/test_documentation.py saves with it",
     "docs/parameter_server_running.md: kv.restore(": "parameter_server/test_documentation.py restores with it",
 }
