@@ -1,4 +1,4 @@
-"""The datasets of docs/data.md that read Parquet and safetensors, where these are installed: `make ecosystem`."""
+"""Datasets that read Parquet, as docs/data.md has it, and safetensors, where these are installed: `make ecosystem`."""
 
 from __future__ import annotations
 
@@ -42,6 +42,22 @@ def test_parquet(tmp_path: Path) -> None:
             assert batch["name"] == [f"row {number}" for number in order.ids(step)]
 
 
+class Safetensors:
+    """Two tensors of a file, one row for each example. Only the rows that are used are read."""
+
+    def __init__(self, path: Path) -> None:
+        from safetensors import safe_open
+
+        file = safe_open(path, framework="np")
+        self.images, self.labels = file.get_slice("images"), file.get_slice("labels")
+
+    def __len__(self) -> int:
+        return int(self.images.get_shape()[0])
+
+    def __getitem__(self, number: int) -> tuple[Any, Any]:
+        return self.images[number : number + 1][0], self.labels[number : number + 1][0]
+
+
 @pytest.mark.skipif(not find_spec("safetensors"), reason="safetensors is not installed: make ecosystem")
 def test_safetensors(tmp_path: Path) -> None:
     from safetensors.numpy import save_file
@@ -49,7 +65,7 @@ def test_safetensors(tmp_path: Path) -> None:
     images = np.arange(N * 4, dtype=np.float32).reshape(N, 2, 2)
     save_file({"images": images, "labels": np.arange(N)}, tmp_path / "rows.safetensors")
     order = Order(N, 16)
-    with Loader(dataset("Safetensors", tmp_path / "rows.safetensors"), order) as loader:
+    with Loader(Safetensors(tmp_path / "rows.safetensors"), order) as loader:
         for step in range(order.steps(1)):
             found, labels = loader.get(step)
             assert labels.tolist() == order.ids(step).tolist()
