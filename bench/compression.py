@@ -7,7 +7,7 @@ Needs root and iproute2. One rank a host. With `--no-feedback` nothing is kept o
 every dtype has its turn, with a barrier, an untimed call and `--calls` timed ones. A round's time is the median over
 the calls of the slowest rank's. Columns: the rounds' median time; speed-up, float32's time divided by this dtype's in
 the same round, the rounds' median, least and most; and the bytes that the first host has sent by its interface's
-counter, as a share of float32's. `--json` writes what the table shows, with the header.
+counter, as a share of float32's.
 """
 
 import argparse
@@ -98,22 +98,8 @@ def main() -> int:
         print(f"it cannot run here: {reason}", file=sys.stderr)
         return 2
     fed = not args.no_feedback
-    header = harness.origin("compression: all_reduce by wire_dtype between two namespaces")
     rows = rows_of(measure(args.rate, args.size // 4, args.rounds, args.calls, fed))
-    print(*harness.format_origin(header), sep="\n")
-    print(
-        f"# {args.size} bytes, {args.rate or 'no rate'}, {args.rounds} rounds of {args.calls} calls, "
-        f"{'with' if fed else 'without'} feedback"
-    )
-    print(f"#{'wire_dtype':<11} {'ms':>9} {'speed-up':>9} {'(least,':>8} {'most)':>7} {'bytes':>7}")
-    for row in rows:
-        print(
-            f" {row['wire_dtype']:<11} {row['ms']:>9.2f} {row['speedup']:>8.2f}x {row['least']:>8.2f} "
-            f"{row['most']:>7.2f} {row['bytes']:>7.3f}"
-        )
-    if args.json:
-        harness.save(args.json, {"header": header, "settings": vars(args), "rows": rows})
-    return 0
+    return harness.report("compression: all_reduce by wire_dtype between two namespaces", rows, args.json)
 
 
 if __name__ == "__main__":

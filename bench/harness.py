@@ -24,15 +24,12 @@ from datetime import datetime, timedelta, timezone
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import ProcessException, spawn
-
-if TYPE_CHECKING:
-    import rich.progress
 
 Key = TypeVar("Key", bound=Hashable)
 Mark = TypeVar("Mark")
@@ -435,38 +432,21 @@ def sizes(first: int, last: int, factor: int, itemsize: int) -> Iterator[int]:
 
 
 class Progress:
-    """One line per finished step on stderr, or a bar where stderr is a terminal and rich is there. Only if `shown`."""
+    """One line per finished step on stderr, if `shown`."""
 
     def __init__(self, title: str, steps: int, shown: bool) -> None:
         self.title, self.steps, self.shown = title, steps, shown
-        self._done = 0
-        self._start = time.monotonic()
-        self._bar = _rich_bar() if shown and sys.stderr.isatty() else None
-        self._task = self._bar.add_task(title, total=steps) if self._bar else None
+        self._done, self._start = 0, time.monotonic()
 
     def __enter__(self) -> "Progress":
-        if self._bar:
-            self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bar:
-            self._bar.stop()
+        pass
 
     def advance(self, step: str) -> None:
         """Note that `step` is done."""
         self._done += 1
-        if self._bar and self._task is not None:
-            self._bar.update(self._task, advance=1, description=f"{self.title}: {step}")
-        elif self.shown:
+        if self.shown:
             since = f"{time.monotonic() - self._start:.0f} s"
             print(f"{self.title}: {step} done ({self._done}/{self.steps}, {since})", file=sys.stderr, flush=True)
-
-
-def _rich_bar() -> "rich.progress.Progress | None":
-    try:
-        from rich.console import Console
-        from rich.progress import Progress as Bar
-    except ImportError:
-        return None
-    return Bar(console=Console(stderr=True), transient=True)

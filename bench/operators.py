@@ -110,31 +110,18 @@ def ours(size: int, ranks: int) -> Any:
     def records_are_right() -> bool:
         return bool((pairs["value"] == best.max(0)).all() and (pairs["index"] == best.argmax(0)).all())
 
-    ones = lambda: x.fill_(1.0)  # noqa: E731
+    def case(prepare: Callable[[], object], what: Any, right: Callable[[], bool], *op: Any) -> Case:
+        return prepare, lambda: ringreduce.all_reduce(what, *op, group=group), right
+
+    ones, sums, tuples = lambda: x.fill_(1.0), lambda: close(x, ranks), (value, index)
     cases: dict[str, Case] = {
-        "built-in sum": (ones, lambda: ringreduce.all_reduce(x, group=group), lambda: close(x, ranks)),
-        "Op(add)": (ones, lambda: ringreduce.all_reduce(x, add, group), lambda: close(x, ranks)),
-        "Op(logaddexp)": (
-            ones,
-            lambda: ringreduce.all_reduce(x, log, group),
-            lambda: close(x, 1 + math.log(ranks)),
-        ),
-        "Op(function)": (ones, lambda: ringreduce.all_reduce(x, function, group), lambda: close(x, ranks)),
-        "Op(argmax of a tuple)": (
-            fill_pairs,
-            lambda: ringreduce.all_reduce((value, index), pair, group),
-            pairs_are_right,
-        ),
-        "Op.argmax of a tuple": (
-            fill_pairs,
-            lambda: ringreduce.all_reduce((value, index), argmax, group),
-            pairs_are_right,
-        ),
-        "Op.argmax of records": (
-            fill_records,
-            lambda: ringreduce.all_reduce(pairs, argmax, group),
-            records_are_right,
-        ),
+        "built-in sum": case(ones, x, sums),
+        "Op(add)": case(ones, x, sums, add),
+        "Op(logaddexp)": case(ones, x, lambda: close(x, 1 + math.log(ranks)), log),
+        "Op(function)": case(ones, x, sums, function),
+        "Op(argmax of a tuple)": case(fill_pairs, tuples, pairs_are_right, pair),
+        "Op.argmax of a tuple": case(fill_pairs, tuples, pairs_are_right, argmax),
+        "Op.argmax of records": case(fill_records, pairs, records_are_right, argmax),
     }
     if find_spec("numba"):
 
@@ -143,12 +130,8 @@ def ours(size: int, ranks: int) -> Any:
             out.value, out.index = best.value, best.index
 
         plus, record = ringreduce.Op.numba(lambda a, b: a + b, "f4"), ringreduce.Op.numba(larger, pairs.dtype)
-        cases["Op.numba(a + b)"] = ones, lambda: ringreduce.all_reduce(x, plus, group), lambda: close(x, ranks)
-        cases["Op.numba(argmax)"] = (
-            fill_records,
-            lambda: ringreduce.all_reduce(pairs, record, group),
-            records_are_right,
-        )
+        cases["Op.numba(a + b)"] = case(ones, x, sums, plus)
+        cases["Op.numba(argmax)"] = case(fill_records, pairs, records_are_right, record)
     return medians(cases, size, lambda: ringreduce.barrier(group), slowest)
 
 

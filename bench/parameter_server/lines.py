@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import socket
 import statistics
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -27,8 +24,6 @@ HEADERS = 1538 / 1448
 def work(me: Rank, servers: int, workers: int, size: int, steps: int, how: list[str]) -> list[float]:
     """Of a worker: seconds, bytes sent, bytes received. `how`: the way and the wires."""
     block = max(1 << 16, size // 64)
-    if how[0] in ("sockets", "rounds"):
-        return exchange(me, servers, workers, size, steps, block if how[0] == "rounds" else 0)
     sizes: dict[str, Any] = {"window": 2 * size + (8 << 20), "timeout": 120.0, "block_bytes": block}
     if me.rank < servers:
         with ps.serve(me.store, rank=me.rank, size=servers, memory=8 * size + (8 << 20), **sizes) as serving:
@@ -45,75 +40,6 @@ def work(me: Rank, servers: int, workers: int, size: int, steps: int, how: list[
             times.append(time.perf_counter() - begin)
             moved.append([after - some for after, some in zip(line_bytes(), before, strict=True)])
         return [statistics.median(times[1:]), *map(statistics.median, zip(*moved[1:], strict=True))]
-
-
-def exchange(me: Rank, servers: int, workers: int, size: int, steps: int, block: int) -> list[float]:
-    """The same bytes over plain sockets, both ways at once. Without `block` nobody waits for anything; with it a server
-    sends so many bytes back when they have come from all workers."""
-    part, serves = size // servers, me.rank < servers
-    if serves:
-        listener = socket.create_server((own_address(), 0))
-        me.store.set(f"server {me.rank}", "{} {}".format(*listener.getsockname()[:2]))
-        ends = [listener.accept()[0] for _ in range(workers)]
-    else:
-        places = [me.store.get(f"server {server}").decode().split() for server in range(servers)]
-        ends = [socket.create_connection((host, int(port))) for host, port in places]
-    times = []
-    for step in range(steps + 1):
-        me.store.add(f"ready {step}", 1)
-        while me.store.add(f"ready {step}", 0) < servers + workers:
-            time.sleep(0.002)
-        came = Came(len(ends)) if block and serves else None
-        begin = time.perf_counter()
-        threads = [
-            threading.Thread(target=move, args=(end, i, part, block or part, came))
-            for i, end in enumerate(ends)
-            for move in (send_all, receive_all)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        times.append(time.perf_counter() - begin)
-    return [statistics.median(times[1:]), 0.0, 0.0]
-
-
-class Came:
-    """How many bytes have come from each worker."""
-
-    def __init__(self, workers: int) -> None:
-        self._bytes, self._changed = [0] * workers, threading.Condition()
-
-    def add(self, worker: int, some: int) -> None:
-        with self._changed:
-            self._bytes[worker] += some
-            self._changed.notify_all()
-
-    def wait(self, least: int) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: min(self._bytes) >= least)
-
-
-def send_all(end: socket.socket, _: int, size: int, block: int, came: Came | None) -> None:
-    for sent in range(0, size, block):
-        some = min(block, size - sent)
-        if came:
-            came.wait(sent + some)
-        end.sendall(bytes(some))
-
-
-def receive_all(end: socket.socket, worker: int, size: int, block: int, came: Came | None) -> None:
-    place = bytearray(1 << 18)
-    while size > 0:
-        some = end.recv_into(place, min(size, block, len(place)))
-        size -= some
-        if came:
-            came.add(worker, some)
-
-
-def own_address() -> str:
-    (address,) = json.loads(subprocess.check_output(["ip", "-json", "-4", "address", "show", "eth0"]))[0]["addr_info"]
-    return str(address["local"])
 
 
 def line_bytes() -> tuple[int, int]:
@@ -139,7 +65,7 @@ def lines(
     rate: str = "100mbit",
     size: Bytes = 8 << 20,
     steps: int = 5,
-    way: Literal["push_pull", "push", "sockets", "rounds"] = "push_pull",
+    way: Literal["push_pull", "push"] = "push_pull",
     push_wire: str = "float32",
     pull_wire: str = "float32",
 ) -> Iterator[dict[str, Any]]:
@@ -151,9 +77,7 @@ def lines(
     m B / n (a server's), B with the headers of TCP and below; `of bound` is its share of the time. Blocks are 1/64 of
     the tensor: what a worker gets back at the end waits for the last of them. `sent` and `received` are the bytes of a
     step, as that worker's line has counted them. With --push-wire or --pull-wire (bfloat16 or int8) `bound` stays that
-    of float32. `--way push` pulls nothing; `--way sockets` moves the same bytes over plain sockets, both ways at once,
-    and waits for nothing in between; `--way rounds` does the same, but a block goes back only when it has come from all
-    workers.
+    of float32. `--way push` pulls nothing.
     """
     how = [way, push_wire, pull_wire]
     for m in workers:

@@ -11,7 +11,7 @@ library leaves it open, every rank has a server beside it with an equal part of 
     mxnet     MXNet 1.9.1's dist_sync (ps-lite): a process for each server, optimizer on the servers
     torchft   the prototype of torchft.parameter_server: one server, a session with a Gloo group for each rank
 
-`install` puts each library into a folder of its own beside this file; redis needs redis-server on PATH as well.
+`install` puts each library into a folder of its own in bench/.peers; redis needs redis-server on PATH as well.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ import torch.distributed as dist
 import torch.distributed.rpc as torch_rpc
 from torch import Tensor
 
-FOLDER = Path(__file__).resolve().parent / ".peers"
+FOLDER = Path(__file__).resolve().parents[1] / ".peers"
 PACKAGES = {
     "zmq": ["pyzmq"],
     "redis": ["redis"],

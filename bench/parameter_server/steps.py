@@ -120,7 +120,7 @@ def steps(
         pull, memcpy  a pull alone, and a copy of as many bytes in one process
 
     --peers are libraries that one would build a store with (bench/parameter_server/peers.py), `all` or names of them.
-    --setup-only installs them beside that file, and ends. Each is started for its laps and ended after them. It fails
+    --setup-only installs them in bench/.peers, and ends. Each is started for its laps and ended after them. It fails
     if the ways end with different values.
     """
     names = list(libraries.PEERS) if "all" in peers else list(peers)
