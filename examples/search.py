@@ -1,4 +1,4 @@
-"""Hyperparameter search in one job: each trial trains on some of the ranks.
+"""Hyperparameter search in one job: each trial trains on some of the ranks. docs/training.md explains it.
 
     torchrun --nproc-per-node=2 --no-python ringreduce keep python examples/search.py --png search.png
     ... examples/search.py --how halving            the worse half of the trials is pruned at 1, 2, 4, ... epochs
