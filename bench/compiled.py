@@ -3,10 +3,10 @@
     python bench/compiled.py                                       2 ranks on this machine
     python bench/compiled.py --layers 8 --hidden 512
 
-The same layers run in several ways, which take turns, round by round. Compiled with fullgraph=True: with
-torch.ops.ringreduce, with torch's functional collectives, and without communication. Without a compiler: with
-ringreduce.all_reduce, the direct call, and without communication. A figure is the median over the rounds of the slowest
-rank's mean of a round, in microseconds.
+--layers decoder layers of width --hidden, with two all_reduces each, run in several ways, which take turns, round by
+round, --repeat steps in a turn. Compiled with fullgraph=True: with torch.ops.ringreduce, with torch's functional
+collectives, and without communication. Without a compiler: with ringreduce.all_reduce, the direct call, and without
+communication. A figure is the median over the rounds of the slowest rank's mean of a round, in microseconds.
 
   step  a step, divided by its number of all_reduces (two a layer)
   adds  what an all_reduce adds to the same layers without communication: the call, and waiting for the other ranks
@@ -15,11 +15,11 @@ rank's mean of a round, in microseconds.
 Exit code: 0, 1 if a rank failed or a result was wrong, 2 if the request makes no sense here.
 """
 
-import argparse
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import harness
 import torch
@@ -79,61 +79,46 @@ class Layer(nn.Module):
         return x + self.reduce(self.down(nn.functional.silu(gate) * up))
 
 
-def measure(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+def measure(ranks: int, layers: int, hidden: int, rounds: int, repeat: int) -> dict[str, list[float]]:
     """One rank: microseconds by round of each way, per all_reduce."""
     group = dist.new_group(backend="ringreduce", timeout=harness.TIMEOUT)
     calls: dict[str, harness.Call] = {}
     outputs, times = {}, {}
-    x = torch.randn(1, args.hidden, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(1, hidden, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         for kind in (*ALONE, *sorted(set(ALONE.values()))):
             torch.manual_seed(dist.get_rank())
             reduce = reducing(kind, group)
-            layers: nn.Module = nn.Sequential(*(Layer(args.hidden, args.ranks, reduce) for _ in range(args.layers)))
+            net: nn.Module = nn.Sequential(*(Layer(hidden, ranks, reduce) for _ in range(layers)))
             if "compiled" in (kind, ALONE.get(kind)):
-                layers = torch.compile(layers, fullgraph=True, dynamic=False)
-            calls[kind] = partial(layers, x)
-            outputs[kind], times[kind] = layers(x), []
+                net = torch.compile(net, fullgraph=True, dynamic=False)
+            calls[kind] = partial(net, x)
+            outputs[kind], times[kind] = net(x), []
         for kind in ALONE:
             torch.testing.assert_close(outputs[kind], outputs["direct call"], rtol=1e-4, atol=1e-4)
-        for _ in range(args.rounds):
+        for _ in range(rounds):
             for kind, call in calls.items():
                 call()
-                times[kind].append(harness.seconds(call, args.repeat) / (2 * args.layers) * 1e6)
+                times[kind].append(harness.seconds(call, repeat) / (2 * layers) * 1e6)
     return times
 
 
-def lines(times: dict[str, list[float]]) -> list[str]:
-    """The table."""
-    found = [f"{'all_reduce by':22} {'layers':10} {'step':>8} {'adds':>8} {'over':>8}"]
+def compiled(
+    ranks: int = 2, layers: int = 4, hidden: int = 64, rounds: int = 301, repeat: int = 10
+) -> Iterator[dict[str, Any]]:
+    if min(ranks - 1, layers, rounds, repeat) < 1:
+        raise harness.CannotRun("need 2 --ranks or more, and --layers, --rounds and --repeat of 1 or more")
+    if hidden < 1 or hidden % (HEAD * ranks):
+        raise harness.CannotRun(f"need --hidden in multiples of {HEAD * ranks} for {ranks} ranks")
+    times = harness.start_ranks(ranks, measure, ranks, layers, hidden, rounds, repeat)
     adds = {kind: [a - b for a, b in zip(times[kind], times[ALONE[kind]], strict=True)] for kind in ALONE}
-    for kind, layers in ALONE.items():
+    for kind, how in ALONE.items():
         over = statistics.median(a - b for a, b in zip(adds[kind], adds["direct call"], strict=True))
-        step, added = statistics.median(times[kind]), statistics.median(adds[kind])
-        found.append(f"{kind:22} {layers:10} {step:8.2f} {added:8.2f} {over:8.2f}")
-    found += [
-        f"{'nothing':22} {layers:10} {statistics.median(times[layers]):8.2f}" for layers in sorted(set(ALONE.values()))
-    ]
-    return found
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    option = parser.add_argument
-    option("--ranks", type=int, default=2, help="to start here (default 2)")
-    option("--layers", type=int, default=4, help="in the graph, with two all_reduces each (default 4)")
-    option("--hidden", type=int, default=64, help="width of a layer (default 64), and elements of an all_reduce")
-    option("--rounds", type=int, default=301, help="turns that each measurement takes (default 301)")
-    option("--repeat", type=int, default=10, help="steps in a turn (default 10)")
-    args = parser.parse_args()
-    if min(args.ranks - 1, args.layers, args.rounds, args.repeat) < 1:
-        parser.error("need 2 --ranks or more, and --layers, --rounds and --repeat of 1 or more")
-    if args.hidden < 1 or args.hidden % (HEAD * args.ranks):
-        parser.error(f"need --hidden in multiples of {HEAD * args.ranks} for {args.ranks} ranks")
-    print("\n".join(harness.format_origin(harness.origin("an all_reduce in a compiled decoder"))), flush=True)
-    print("\n".join(lines(harness.start_ranks(args.ranks, measure, args))))
-    return 0
+        row = {"all_reduce by": kind, "layers": how, "step": statistics.median(times[kind])}
+        yield {**row, "adds": statistics.median(adds[kind]), "over": over}
+    for how in sorted(set(ALONE.values())):
+        yield {"all_reduce by": "nothing", "layers": how, "step": statistics.median(times[how])}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(harness.main(compiled))

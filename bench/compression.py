@@ -3,25 +3,26 @@
     python bench/compression.py --rate 100mbit --size 4M
     python bench/compression.py --rate 10gbit --size 64M
 
-Needs root and iproute2. One rank a host. With `--no-feedback` nothing is kept of what rounding cuts off. In each round
-every dtype has its turn, with a barrier, an untimed call and `--calls` timed ones. A round's time is the median over
-the calls of the slowest rank's. Columns: the rounds' median time; speed-up, float32's time divided by this dtype's in
-the same round, the rounds' median, least and most; and the bytes that the first host has sent by its interface's
-counter, as a share of float32's.
+Needs root and iproute2. One rank a host; interfaces have --rate, as tc has it, or are as fast as they go. With
+`--no-feedback` nothing is kept of what rounding cuts off. In each round every dtype has its turn, with a barrier, an
+untimed call and `--calls` timed ones. A round's time is the median over the calls of the slowest rank's. Columns: the
+rounds' median time; speed-up, float32's time divided by this dtype's in the same round, the rounds' median, least and
+most; and the bytes that the first host has sent by its interface's counter, as a share of float32's.
 """
 
-import argparse
 import statistics
 import sys
 import time
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import harness
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[1:1] = [str(ROOT), str(ROOT / "tests")]  # ringreduce, where it is not installed, and the network
+sys.path[1:1] = [
+    str(harness.ROOT),
+    str(harness.ROOT / "tests"),
+]  # ringreduce, if not installed, and the network
 
 from net.network import Network, unavailable  # noqa: E402
 from net.ranks import Rank, Ranks  # noqa: E402
@@ -67,40 +68,24 @@ def measure(rate: str | None, count: int, rounds: int, calls: int, fed: bool) ->
     return found
 
 
-def rows_of(found: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
+def compression(
+    rate: str = "", size: harness.Bytes = 16 << 20, rounds: int = 5, calls: int = 5, no_feedback: bool = False
+) -> Iterator[dict[str, Any]]:
+    if reason := unavailable():
+        raise harness.CannotRun(f"it cannot run here: {reason}")
+    found = measure(rate or None, size // 4, rounds, calls, not no_feedback)
     whole = found["float32"]
-    rows = []
     for wire_dtype, each in found.items():
         ratios = [float32 / ours for float32, ours in zip(whole["seconds"], each["seconds"], strict=True)]
-        rows.append(
-            {
-                "wire_dtype": wire_dtype,
-                "ms": 1e3 * statistics.median(each["seconds"]),
-                "speedup": statistics.median(ratios),
-                "least": min(ratios),
-                "most": max(ratios),
-                "bytes": statistics.median(each["bytes"]) / statistics.median(whole["bytes"]),
-            }
-        )
-    return rows
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", help="of each interface, as tc has it: 100mbit (default: as fast as it goes)")
-    parser.add_argument("--size", type=harness.parse_bytes, default="16M", help="bytes of float32 (default: 16M)")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--calls", type=int, default=5, help="timed calls of a dtype in a round")
-    parser.add_argument("--no-feedback", action="store_true")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    if reason := unavailable():
-        print(f"it cannot run here: {reason}", file=sys.stderr)
-        return 2
-    fed = not args.no_feedback
-    rows = rows_of(measure(args.rate, args.size // 4, args.rounds, args.calls, fed))
-    return harness.report("compression: all_reduce by wire_dtype between two namespaces", rows, args.json)
+        yield {
+            "wire_dtype": wire_dtype,
+            "ms": 1e3 * statistics.median(each["seconds"]),
+            "speedup": statistics.median(ratios),
+            "least": min(ratios),
+            "most": max(ratios),
+            "bytes": statistics.median(each["bytes"]) / statistics.median(whole["bytes"]),
+        }
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(harness.main(compression))

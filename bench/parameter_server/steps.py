@@ -14,7 +14,8 @@ import torch.distributed as dist
 import ringreduce
 import ringreduce.parameter_server as ps
 from bench import harness
-from bench.parameter_server import Bytes, join
+from bench.harness import Bytes
+from bench.parameter_server import join
 from bench.parameter_server import peers as libraries
 
 WAYS = ("push_pull", "in place", "gloo", "all_reduce")
