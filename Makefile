@@ -191,8 +191,9 @@ demo: build
 	@echo; echo "== training on 2 ranks, checked against one process =="
 	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_ddp.py
 	@echo; echo "== ring, tree, direct and Gloo side by side =="
-	$(PY) bench/ring_vs_tree.py --ranks 2 4 --min-time 0.1 --warmup 1 \
-	  --json $(DEMO)/ring_vs_tree.json --table $(DEMO)/ring_vs_tree.txt --plot $(DEMO)/ring_vs_tree.png
+	$(PY) bench/ring_vs_tree.py --ranks 2 4 --min-time 0.1 --warmup 1 --json $(DEMO)/ring_vs_tree.json \
+	  | tee $(DEMO)/ring_vs_tree.txt
+	$(PY) bench/plot.py $(DEMO)/ring_vs_tree.json $(DEMO)/ring_vs_tree.png
 	@echo; echo "== the links of eight V100 as two rings =="
 	$(PY) -m ringreduce topo dgx1-v100 --nvlink-gbps 18 --plot $(DEMO)/dgx1_rings.png
 	@echo; echo "table    $(DEMO)/ring_vs_tree.txt"

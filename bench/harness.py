@@ -1,4 +1,4 @@
-"""What the benchmarks share: ranks, exact inputs with their oracle, the timing loop, the rows, the header, progress.
+"""What the benchmarks share: ranks, the timing loop, the command line, the rows, the header, progress.
 
 Every function that communicates uses the default process group (Gloo, CPU tensors) and must be called by all ranks in
 the same order. The backend under test never carries the benchmark's own traffic.
@@ -6,7 +6,6 @@ the same order. The backend under test never carries the benchmark's own traffic
 
 import argparse
 import contextlib
-import functools
 import gc
 import inspect
 import itertools
@@ -104,61 +103,6 @@ def forked(body: Callable[..., object], *args: object) -> tuple[ForkProcess, Con
 
 class CannotRun(Exception):
     """The request makes no sense here: which argument, and what would do."""
-
-
-@dataclass(frozen=True)
-class ExactInputs:
-    """Inputs that cannot lie: integers that differ by rank, element and call, with a reduction known beforehand.
-
-    They are drawn from a generator seeded by (call, rank) and kept so small that the result, and every partial result
-    in any order, is a number of the dtype. So there is one right answer, bit for bit, and each rank computes it alone
-    from the seeds. The values repeat after `PERIOD` elements, a prime: data that lands in the wrong place shows unless
-    it is off by a multiple of that, which no power of two is.
-    """
-
-    PERIOD = 65521
-
-    dtype: torch.dtype
-    op: str
-    ranks: int
-
-    def fill(self, tensor: Tensor, rank: int, call: int) -> None:
-        """Write into the 1-D `tensor` what `rank` contributes to the collective number `call`."""
-        for part, values in self._tiles(tensor, self._pattern(rank, call)):
-            part.copy_(values)
-
-    def wrong(self, tensor: Tensor, call: int) -> int:
-        """How many elements of the 1-D `tensor` differ from the reduction over all ranks of call number `call`."""
-        _, combine = OPS[self.op]
-        expected = functools.reduce(combine, (self._pattern(rank, call) for rank in range(self.ranks)))
-        if self.op == "avg":
-            expected = expected // self.ranks
-        return sum(int((part != values).count_nonzero()) for part, values in self._tiles(tensor, expected))
-
-    def _pattern(self, rank: int, call: int) -> Tensor:
-        exact = int(2 / torch.finfo(self.dtype).eps) if self.dtype.is_floating_point else torch.iinfo(self.dtype).max
-        exact = min(exact, 2**53)
-        generator = torch.Generator().manual_seed(call * self.ranks + rank)
-
-        def integers(low: int, high: int) -> Tensor:
-            return torch.randint(low, high + 1, (self.PERIOD,), generator=generator)
-
-        if self.op == "product":  # powers of two, with signs: 1 or 2 while the product of all ranks fits, else 1
-            sign = 1 - 2 * integers(0, 1) if self.dtype.is_signed else 1
-            return sign * 2 ** integers(0, 1 if 2**self.ranks <= exact else 0)
-        unit = self.ranks if self.op == "avg" else 1  # so that the average is an integer too
-        bound = exact // (unit * self.ranks) if self.op in ("sum", "avg") else exact
-        if bound == 0:
-            raise ValueError(f"{self.op} over {self.ranks} ranks is not exact in {self.dtype}; use a wider one")
-        signed = self.dtype.is_signed and self.op not in ("band", "bor", "bxor")
-        return unit * integers(-bound if signed else 0, bound)
-
-    def _tiles(self, tensor: Tensor, pattern: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The tensor as whole periods and a rest, each with the values that belong there."""
-        values = pattern.to(tensor.device, self.dtype)
-        whole = tensor.numel() // self.PERIOD * self.PERIOD
-        yield tensor[:whole].view(-1, self.PERIOD), values
-        yield tensor[whole:], values[: tensor.numel() - whole]
 
 
 @dataclass(frozen=True)
@@ -273,28 +217,6 @@ def _no_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
-@dataclass(frozen=True)
-class Result:
-    """One measured cell. Times in microseconds, bandwidths in GB/s (1e9 bytes); `wrong` is None if not checked."""
-
-    time_us: float
-    algbw: float
-    busbw: float
-    wrong: int | None
-    min_us: float
-    median_us: float
-    p99_us: float
-    iterations: int
-
-    @classmethod
-    def of(cls, timing: Timing, size: int, bus_factor: float, wrong: int | None) -> "Result":
-        """`bus_factor` is busbw / algbw: 2(n-1)/n for an all-reduce over n ranks."""
-        algbw = size / timing.mean / 1e3
-        return cls(
-            timing.mean, algbw, algbw * bus_factor, wrong, timing.min, timing.median, timing.p99, timing.iterations
-        )
-
-
 def save(path: Path, report: Mapping[str, Any]) -> None:
     """Writes a report as JSON, each of its rows on a line."""
 
@@ -353,16 +275,22 @@ def report(benchmark: str, rows: Iterable[Mapping[str, Any]], path: Path | None 
     """Prints an `origin` and a table of the rows, and each row on stderr as soon as it is there; saves them in `path`.
 
     The columns are the rows' keys. Lists and dicts are left out of the table. A row {"note": ...} says what could not
-    be measured. Returns 1 if there is such a note, or if a row has "wrong" results, else 0.
+    be measured, and {"header": ...} has more for the header. Returns 1 if there is a note or a row has "wrong" results.
     """
     from rich.console import Console
     from rich.table import Table
 
+    if os.environ.get("RANK", "0") != "0":  # under torchrun the first rank reports for all
+        return int(any(row.get("wrong") for row in rows))
     header, found, notes = origin(benchmark), [], []
     print(*format_origin(header), sep="\n", flush=True)
     for row in rows:
-        if note := row.get("note"):
-            notes.append(note)
+        if "header" in row:
+            header |= row["header"]
+            print("".join(f"# {key:<9} {what}\n" for key, what in row["header"].items()), end="", flush=True)
+            continue
+        if "note" in row:
+            notes.append(row["note"])
         else:
             found.append(row)
         print(", ".join(f"{key} {cell}" for key, cell in _cells(row).items()), file=sys.stderr, flush=True)
@@ -381,7 +309,11 @@ def report(benchmark: str, rows: Iterable[Mapping[str, Any]], path: Path | None 
 
 def _cells(row: Mapping[str, Any]) -> dict[str, str]:
     cells = {key: each for key, each in row.items() if not isinstance(each, list | dict)}
-    return {key: f"{each:.4g}" if isinstance(each, float) else str(each) for key, each in cells.items()}
+    return {key: _digits(each) if isinstance(each, float) else str(each) for key, each in cells.items()}
+
+
+def _digits(number: float) -> str:
+    return f"{number:.0f}" if abs(number) >= 1e4 else f"{number:.4g}"
 
 
 def origin(benchmark: str) -> dict[str, Any]:

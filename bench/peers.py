@@ -5,18 +5,29 @@
     python bench/peers.py --ranks 2 --collectives all_reduce --sizes 64 32K 1M 64M --zero-copy
 
 Every backend is a team of processes (peer_team.py) that lives through all rows of a rank count and sleeps on a socket
-while another team measures. Prints a header and one table per rank count and collective. Exit code: 0, 1 if any element
-was wrong or a backend failed, 2 if the request makes no sense here.
+while another team measures. dist.* and direct calls on torch tensors, mpi4py on NumPy arrays, one CPU thread per rank;
+all memory is NumPy's, so it has huge pages where the kernel gives them on request. all_reduce and broadcast work in
+place. --sizes replaces the sizes from --min-bytes to --max-bytes, each --factor times the one before; --zero-copy adds
+ringreduce-shared, on tensors of ringreduce.empty. A batch: barrier, an untimed call, --batch-time seconds of timed
+calls back to back, 3 at least; its figure is the median over the calls of the slowest rank's time. Teams take turns,
+batch by batch, row by row, round by round; a row's figure is the median of --rounds.
 
-`--json` writes {"header", "rows", "notes"}. A row has collective, ranks, bytes, count, dtype;
-`cases`, whether the cores shared a cache, per round; for each backend `times_us` and `means_us` (per round: median and
-mean of the calls), `median_us` (of the rounds' `times_us`) and `wrong` (elements); `copy_gbs` (per round, for each kind
-of copy), `limit_us`, `limit_share` of each of ours; and best_peer, vs_best_peer, vs_gloo (their median over ours). What
-could not be measured is missing or null, and `notes` says why.
-`header.probes` are what `cache_probe` found, one at the start and one per round.
+    bytes    the largest buffer of a rank, as in nccl-tests: all_gather's output, reduce_scatter's input or the tensor
+    NAME     of a backend: microseconds. ringreduce is the direct call, ringreduce-dist that of torch.distributed
+    x best   the best peer's median over that of the first of ours. x gloo: the same of Gloo
+    limit    reading each input byte once and writing each output byte once, at the rate at which min(ranks, cores)
+             processes copy private buffers of the row's size at the same time, in the same round, by the faster kind of
+             copy; none below 32 KiB, where a copy takes less time than its call
+    share    limit over the time of ours
+    wrong    elements that differ from the exact result, on any rank, in the call that ends each batch, all rounds
+    shared   rounds in which the cores shared a cache: a core read what another core had just written faster than
+             memory. It can change while a machine runs, as its virtual cores are moved (`cache_probe`)
+
+Exit code: 0, 1 if any element was wrong or a backend failed, 2 if the request makes no sense here. `--json` also has
+for each row `cases` (of `cache_probe`, per round), and for each backend `times_us` and `means_us` (per round: median
+and mean of the calls), `wrong_in`, and `copy_gbs` (per round, for each kind of copy).
 """
 
-import argparse
 import contextlib
 import itertools
 import mmap
@@ -28,17 +39,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import harness
 import numpy as np
 from numpy.typing import NDArray
 from peer_team import COPIES, MPIS, install_all, start_of
-from rich.console import Console
-from rich.table import Table
 
 from ringreduce.cli.bench import turns
 from ringreduce.cli.bench.team import BackendFailed, Team
@@ -49,8 +58,10 @@ Block = NDArray[np.uint64]
 BLOCKS = {"256 KiB": 1 << 18, "4 MiB": 1 << 22}
 MEMORY = 1 << 30  # bytes; more than any cache of a machine met so far, the largest being 480 MiB
 TURNS = 30
+SHARED = "shared cache"
 
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
+Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"]
+COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 DIVIDED = ("reduce_scatter", "all_gather", "all_to_all")  # their largest buffer has a part for each rank
 
 
@@ -61,47 +72,14 @@ OURS = {
     "ringreduce-allocated": "the direct call on tensors of torch.empty, after ringreduce.share_allocations()",
 }
 PEERS = ("gloo", *MPIS)
-NOT_BY_DEFAULT = ("ringreduce-shared", "ringreduce-allocated", "oneccl")  # the last needs a compiler to be set up
 LEAST_LIMIT = 32 << 10  # bytes; a smaller copy takes less time than calling it, so it limits nothing
 
 LEAST_ITERATIONS = 3  # calls in a batch
+CALLS = itertools.count(1)
 
-METHOD = (
-    "bytes is the largest buffer of a rank, as in nccl-tests: all_gather's output, reduce_scatter's input, else the",
-    "tensor. all_reduce and broadcast work in place. dist.* and direct calls on torch tensors, mpi4py on NumPy arrays,",
-    "one CPU thread per rank; all memory is NumPy's, so it has huge pages where the kernel gives them on request.",
-    "A batch: barrier, one untimed call, timed calls back to back; its figure is the median over the calls of the",
-    "slowest rank's time. Teams take turns, batch by batch, row by row, round by round; a row's is the rounds' median.",
-    "x best: the best peer's median over that of 'ringreduce'. x gloo: the same of Gloo.",
-    "limit: reading each input byte once and writing each output byte once, at the rate at which min(ranks, cores)",
-    "processes copy private buffers of the row's size at the same time, in the same round, by the faster kind of copy.",
-    "share: limit over our time. No limit below 32 KiB, where a copy takes less time than its call.",
-    "#wrong: elements that differ from the exact result, on any rank, in the call that ends each batch, all rounds.",
-    "shared cache: a core reads what another core has just written faster than memory. It can change while a machine",
-    "runs, as its virtual cores are moved; so each round begins with such a probe (`cache_probe`).",
-)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One collective, rank count and size; the keys are explained in the module's docstring."""
-
-    collective: str
-    ranks: int
-    bytes: int
-    count: int
-    dtype: str
-    cases: list[str]
-    times_us: dict[str, list[float]]
-    means_us: dict[str, list[float]]
-    median_us: dict[str, float]
-    wrong: dict[str, int]
-    copy_gbs: dict[str, list[float]]
-    limit_us: float | None
-    limit_share: dict[str, float]
-    best_peer: str | None
-    vs_best_peer: float | None
-    vs_gloo: float | None
+Ours = Literal["ringreduce", "ringreduce-dist", "ringreduce-shared", "ringreduce-allocated"]
+Backend = Literal[Ours, "gloo", "openmpi", "mpich", "impi", "oneccl"]
+DEFAULT: tuple[Backend, ...] = ("ringreduce", "ringreduce-dist", "gloo", "openmpi", "mpich", "impi")
 
 
 @dataclass
@@ -140,34 +118,24 @@ def copy_rate(answers: Sequence[dict[str, Any]], size: int) -> float:
     return sum(2 * size / float(statistics.median(answer["times_ns"])) for answer in answers)
 
 
-def make_row(tally: Tally, dtype: str, cases: Sequence[str]) -> Row:
+def make_row(tally: Tally, dtype: str, cases: Sequence[str]) -> dict[str, Any]:
     """The row of what its rounds found."""
-    layout, size = tally.layout, tally.size
-    median_us = tally.median_us
+    layout, size, us = tally.layout, tally.size, tally.median_us
+    row: dict[str, Any] = {"collective": layout.collective, "ranks": layout.ranks, "bytes": size, "dtype": dtype, **us}
+    if cases:
+        row["shared"] = f"{cases.count(SHARED)} of {len(cases)}"
+    ours = us.get(next((name for name in OURS if name in us), ""))
+    best = min((name for name in PEERS if name in us), key=lambda name: us[name], default=None)
+    if best and ours:
+        row |= {"best peer": best, "x best": us[best] / ours}
+    if "gloo" in us and ours:
+        row["x gloo"] = us["gloo"] / ours
     rates = [statistics.median(rates) for rates in tally.copy_gbs.values()]
-    limit = None
     if rates and size >= LEAST_LIMIT:
-        limit = least_traffic(layout.collective, layout.ranks, size) / max(rates) / 1e3
-    ours = median_us.get(next((name for name in OURS if name in median_us), ""))
-    best = min((name for name in PEERS if name in median_us), key=lambda name: median_us[name], default=None)
-    return Row(
-        collective=layout.collective,
-        ranks=layout.ranks,
-        bytes=size,
-        count=layout.count,
-        dtype=dtype,
-        cases=list(cases),
-        times_us=tally.times_us,
-        means_us=tally.means_us,
-        median_us=median_us,
-        wrong=tally.wrong,
-        copy_gbs=tally.copy_gbs,
-        limit_us=limit,
-        limit_share={name: limit / median_us[name] for name in OURS if limit and name in median_us},
-        best_peer=best,
-        vs_best_peer=median_us[best] / ours if best and ours else None,
-        vs_gloo=median_us["gloo"] / ours if "gloo" in median_us and ours else None,
-    )
+        row["limit"] = least_traffic(layout.collective, layout.ranks, size) / max(rates) / 1e3
+        row |= {"share" + name.removeprefix("ringreduce"): row["limit"] / us[name] for name in OURS if name in us}
+    row |= {"wrong": sum(tally.wrong.values()), "wrong_in": tally.wrong, "copy_gbs": tally.copy_gbs}
+    return row | {"times_us": tally.times_us, "means_us": tally.means_us, "cases": list(cases)}
 
 
 def layouts(collective: str, ranks: int, sizes: Sequence[int], dtype: str) -> list[Layout]:
@@ -178,38 +146,41 @@ def layouts(collective: str, ranks: int, sizes: Sequence[int], dtype: str) -> li
 
 
 def open_teams(
-    settings: argparse.Namespace, ranks: int, folder: Path, stack: contextlib.ExitStack, notes: list[str]
+    backends: Sequence[str], ranks: int, folder: Path, timeout: float, stack: contextlib.ExitStack, notes: list[str]
 ) -> list[Team]:
     """The backends' teams and those that copy, without the ones that failed."""
     teams: list[Team] = []
-    names = [*settings.backends, *COPIES]
+    names = [*backends, *COPIES]
     with harness.Progress(f"{ranks} ranks", len(names), shown=True) as progress:
         for name in names:
             size = min(ranks, len(os.sched_getaffinity(0))) if name in COPIES else ranks
             try:
-                teams.append(Team(name, size, folder, settings.timeout, *start_of(name, size)))
+                teams.append(Team(name, size, folder, timeout, *start_of(name, size)))
                 stack.callback(teams[-1].close)
             except BackendFailed as error:
-                give_up(notes, error)
+                notes.append(str(error))
             progress.advance(f"start of {name}")
     return teams
 
 
-def give_up(notes: list[str], error: BackendFailed) -> None:
-    print(f"left out: {error}", file=sys.stderr, flush=True)
-    notes.append(str(error))
-
-
 def measure(
-    settings: argparse.Namespace, collective: str, ranks: int, teams: list[Team], inputs: Path, calls: Iterator[int]
-) -> tuple[list[Row], list[dict[str, Any]], list[str]]:
-    """All rows of a table, the cache probe of each round, and what was left out. Teams that fail leave `teams`.
+    collective: str,
+    ranks: int,
+    teams: list[Team],
+    inputs: Path,
+    sizes: Sequence[int],
+    dtype: str,
+    rounds: int,
+    batch_time: float,
+    notes: list[str],
+) -> Iterator[dict[str, Any]]:
+    """All rows of a collective and rank count. Teams that fail leave `teams`, and `notes` says so.
 
     A round before the first is not counted: it finds out how many calls fill a batch.
     """
-    tallies, probes, notes = [], [], []
-    itemsize = BITS[settings.dtype].itemsize
-    for layout in layouts(collective, ranks, settings.sizes, settings.dtype):
+    tallies, cases = [], []
+    itemsize = BITS[dtype].itemsize
+    for layout in layouts(collective, ranks, sizes, dtype):
         size = layout.count * itemsize
         needed = ranks * (layout.inputs + (0 if layout.in_place else layout.outputs)) * itemsize
         if needed < free_memory():
@@ -220,28 +191,27 @@ def measure(
     def order(tally: Tally, team: Team) -> dict[str, Any]:
         return {
             "collective": "copy" if team.name in COPIES else collective,
-            "dtype": settings.dtype,
+            "dtype": dtype,
             "bytes": tally.size,
-            "call": next(calls),
+            "call": next(CALLS),
             "inputs": str(inputs),
         }
 
-    rounds = take_turns(
+    played = take_turns(
         tallies,
         teams,
         order,
-        lambda error: give_up(notes, error),
-        rounds=settings.rounds,
-        batch_time=settings.batch_time,
+        lambda error: notes.append(str(error)),
+        rounds=rounds,
+        batch_time=batch_time,
         least=LEAST_ITERATIONS,
     )
-    with harness.Progress(f"{collective}, {ranks} ranks", settings.rounds + 1, shown=True) as progress:
-        for turn in rounds:
+    with harness.Progress(f"{collective}, {ranks} ranks", rounds + 1, shown=True) as progress:
+        for turn in played:
             progress.advance(f"round {turn}" if turn else "warm-up")
-            if turn < settings.rounds and (found := probe()):
-                probes.append(found)
-    cases = [found["case"] for found in probes]
-    return [make_row(tally, settings.dtype, cases) for tally in tallies], probes, notes
+            if turn < rounds and (found := probe()):
+                cases.append(found["case"])
+    yield from (make_row(tally, dtype, cases) for tally in tallies)
 
 
 def probe() -> dict[str, Any] | None:
@@ -304,7 +274,7 @@ def cache_probe(pipe: Connection) -> None:
         block.fill(1)
         own[name] = statistics.median(read_gbs(block) for _ in range(TURNS))
         other[name] = from_other_core(block, (reader, writer))
-    case = "shared cache" if min(other.values()) > memory else "no shared cache"
+    case = SHARED if min(other.values()) > memory else "no shared cache"
     pipe.send({"cores": [reader, writer], "memory": memory, "own_cache": own, "other_core": other, "case": case})
 
 
@@ -319,19 +289,6 @@ def caches() -> list[str]:
     return found
 
 
-def make_header(settings: argparse.Namespace) -> dict[str, Any]:
-    """What is run, on what machine, and how to read the figures."""
-    origin = harness.origin("peers: collectives of ringreduce next to Gloo and MPI, and the cost of plain copies")
-    origin["machine"]["caches"] = caches()
-    return {
-        **origin,
-        "settings": {key: value for key, value in vars(settings).items() if key != "json"},
-        "backends": {name: describe(name) for name in settings.backends},
-        "method": list(METHOD),
-        "probes": [],
-    }
-
-
 def describe(name: str) -> str:
     """How a backend is called and what was set for it."""
     if name not in MPIS:
@@ -340,158 +297,51 @@ def describe(name: str) -> str:
     return " ".join((*(f"{key}={value}" for key, value in mpi.environment.items()), *mpi.launcher))
 
 
-def format_header(header: dict[str, Any]) -> str:
-    """The header as lines that start with "#"."""
-    settings = header["settings"]
-    return "\n".join(
-        (
-            *harness.format_origin(header),
-            "# caches    " + "; ".join(header["machine"]["caches"]),
-            *(f"# cores     {format_probe(found)}" for found in header["probes"][:1]),
-            "# versions  " + ", ".join(f"{name} {version}" for name, version in header["versions"].items()),
-            *(f"# backend   {name:<17} {how}" for name, how in header["backends"].items()),
-            f"# schedule  {settings['rounds']} rounds of batches of {settings['batch_time']:g} s",
-            *(f"# {line}" for line in header["method"]),
-        )
-    )
-
-
-def format_probe(found: dict[str, Any]) -> str:
-    """A probe as a line: what a core reads per second, from where."""
-    own, other = found["own_cache"], found["other_core"]
-    blocks = (f"{size} of its own {own[size]:.0f}, of another core's {other[size]:.0f}" for size in own)
-    return f"{found['case']}; a core reads, in GB/s: {'; '.join(blocks)}; memory {found['memory']:.0f}"
-
-
-def make_table(rows: Sequence[Row], backends: Sequence[str]) -> Table:
-    """The rows of one collective and rank count, to be printed."""
-    first = rows[0]
-    seen = [f"{case} in {first.cases.count(case)} of {len(first.cases)} rounds" for case in dict.fromkeys(first.cases)]
-    title = f"{first.collective}, {first.ranks} ranks, {first.dtype}, median us"
-    table = Table(title="\n".join((title, *seen)))
-    ours = [name for name in backends if name in OURS]
-    for name in ("bytes", *backends, "best peer", "x best", "x gloo", "limit", *share_names(ours), "#wrong"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(
-            harness.format_bytes(row.bytes),
-            *(number(row.median_us.get(name)) for name in backends),
-            row.best_peer or "-",
-            ratio(row.vs_best_peer),
-            ratio(row.vs_gloo),
-            number(row.limit_us),
-            *(f"{row.limit_share[name]:.0%}" if name in row.limit_share else "-" for name in ours),
-            str(sum(row.wrong.values())),
-        )
-    return table
-
-
-def share_names(ours: Sequence[str]) -> list[str]:
-    return ["share" + name.removeprefix("ringreduce") for name in ours]
-
-
-def number(value: float | None) -> str:
-    """Microseconds with the digits that mean something."""
-    if value is None:
-        return "-"
-    return f"{value:.{2 if value < 10 else 1 if value < 1000 else 0}f}"
-
-
-def ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}x"
-
-
-def read_command_line() -> argparse.Namespace:
-    """The command line, checked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    option = parser.add_argument
-    names = [*OURS, *PEERS]
-    default = [name for name in names if name not in NOT_BY_DEFAULT]
-    option("--setup-only", action="store_true", help="install the MPI libraries in bench/.peers, and end")
-    option("--ranks", type=int, nargs="+", default=[2, 4, 8, 16], help="(default 2 4 8 16)")
-    option("--collectives", nargs="+", choices=COLLECTIVES, default=COLLECTIVES, help="(default all)", metavar="NAME")
-    option(
-        "--min-bytes", type=harness.parse_bytes, default="8", help="first size; K, M, G are powers of 1024 (default 8)"
-    )
-    option("--max-bytes", type=harness.parse_bytes, default="256M", help="last size, always measured (default 256M)")
-    option("--factor", type=int, default=8, help="each size over the one before (default 8)")
-    option("--sizes", type=harness.parse_bytes, nargs="+", help="these sizes instead", metavar="SIZE")
-    option(
-        "--backends", nargs="+", choices=names, default=default, metavar="NAME", help=f"(default {' '.join(default)})"
-    )
-    option("--zero-copy", action="store_true", help="add ringreduce-shared: tensors of ringreduce.empty")
-    option("--dtype", choices=BITS, default="float32", help="(default float32; MPI has no bfloat16)")
-    option("--rounds", type=int, default=5, help="turns that each backend takes in a row (default 5)")
-    option("--batch-time", type=float, default=0.1, help="seconds of calls in a turn, at least 3 calls (default 0.1)")
-    option("--timeout", type=float, default=120, help="seconds that a batch, or a start, may take (default 120)")
-    option("--json", type=Path, metavar="FILE", help="write header and rows")
-    args = parser.parse_args()
-
-    itemsize = int(BITS[args.dtype].itemsize)
-    if min(args.ranks) < 2:
-        parser.error("--ranks must be at least 2")
-    if args.rounds < 1 or args.batch_time <= 0 or args.timeout <= 0:
-        parser.error("--rounds must be at least 1, --batch-time and --timeout above 0")
-    if args.max_bytes < args.min_bytes or args.factor < 2 or min(args.sizes or [args.min_bytes]) < itemsize:
-        parser.error(f"need sizes of at least {itemsize}, --min-bytes <= --max-bytes and --factor >= 2")
-    if args.dtype != "float32" and set(args.backends) & set(MPIS) and args.backends is not default:
-        parser.error(f"--backends: MPI has no {args.dtype}; name only {' '.join([*OURS, 'gloo'])}")
-    backends = [*args.backends, *(["ringreduce-shared"] if args.zero_copy else [])]
-    args.backends = [n for n in names if n in backends and (args.dtype == "float32" or n not in MPIS)]
-    args.sizes = args.sizes or list(harness.sizes(args.min_bytes, args.max_bytes, args.factor, itemsize))
-    return args
-
-
-def main() -> int:
-    args = read_command_line()
-    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
-    failed = install_all([name for name in args.backends if name in MPIS])
-    for reason in failed.values():
-        print(f"error: {reason}", file=sys.stderr)
-    if args.setup_only:
-        return 1 if failed else 0
-
-    args.backends = [name for name in args.backends if name not in failed]
-    header = make_header(args)
-    if found := probe():
-        header["probes"].append(found)
-    console.out(format_header(header) + "\n")
-    rows: list[Row] = []
-    left_out = list(failed.values())
-    calls = itertools.count(1)
-    for ranks in args.ranks:
-        notes = list(failed.values())
+def peers(
+    setup_only: bool = False,
+    ranks: tuple[int, ...] = (2, 4, 8, 16),
+    collectives: tuple[Collective, ...] = COLLECTIVES,
+    min_bytes: harness.Bytes = 8,
+    max_bytes: harness.Bytes = 256 << 20,
+    factor: int = 8,
+    sizes: tuple[harness.Bytes, ...] = (),
+    backends: tuple[Backend, ...] = DEFAULT,
+    zero_copy: bool = False,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    rounds: int = 5,
+    batch_time: float = 0.1,
+    timeout: float = 120.0,
+) -> Iterator[dict[str, Any]]:
+    itemsize = int(BITS[dtype].itemsize)
+    if min(ranks) < 2 or rounds < 1 or batch_time <= 0 or timeout <= 0:
+        raise harness.CannotRun("need 2 --ranks or more, 1 of --rounds, and times above 0")
+    if max_bytes < min_bytes or factor < 2 or min(sizes or [min_bytes]) < itemsize:
+        raise harness.CannotRun(f"need sizes of at least {itemsize}, --min-bytes <= --max-bytes and --factor >= 2")
+    if dtype != "float32" and set(backends) & set(MPIS) and backends is not DEFAULT:
+        raise harness.CannotRun(f"--backends: MPI has no {dtype}; name only {' '.join([*OURS, 'gloo'])}")
+    wanted = {*backends, *(["ringreduce-shared"] if zero_copy else [])}
+    names = [name for name in (*OURS, *PEERS) if name in wanted and (dtype == "float32" or name not in MPIS)]
+    failed = install_all([name for name in names if name in MPIS])
+    yield from ({"note": reason} for reason in failed.values())
+    if setup_only:
+        return
+    names = [name for name in names if name not in failed]
+    yield {"header": {"caches": caches(), "probe": probe(), **{name: describe(name) for name in names}}}
+    sizes = sizes or tuple(harness.sizes(min_bytes, max_bytes, factor, itemsize))
+    for count in ranks:
         with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
-            folder = Path(name)
-            teams = open_teams(args, ranks, folder, stack, notes)
-            libraries = {team.name: team.version for team in teams if team.name in MPIS}
-            header["versions"] |= libraries
-            console.out("".join(f"# {name:<9} {version}\n" for name, version in libraries.items()))
-            inputs = write_inputs(folder, args.dtype, ranks)
-            for collective in args.collectives:
-                measured, probes, failures = measure(args, collective, ranks, teams, inputs, calls)
-                header["probes"] += probes
-                notes += failures
-                rows += measured
-                if measured:
-                    console.print(make_table(measured, args.backends))
-                for note in notes:
-                    console.out(f"# left out: {note}")
-                left_out += [note for note in notes if note not in left_out]
-                if args.json:  # a run takes hours; what is done is kept
-                    harness.save(
-                        args.json, {"header": header, "rows": [asdict(row) for row in rows], "notes": left_out}
-                    )
-    wrong = {name: sum(row.wrong.get(name, 0) for row in rows) for name in (*args.backends, *COPIES)}
-    console.out(f"# {sum(wrong.values())} wrong elements" + "".join(f"; {n}: {c}" for n, c in wrong.items() if c))
-    if args.json:
-        console.out(f"# JSON in {args.json}")
-    return 1 if any(wrong.values()) or left_out else 0
+            folder, notes = Path(name), list[str]()
+            teams = open_teams(names, count, folder, timeout, stack, notes)
+            yield {"header": {f"{team.name} is": team.version for team in teams if team.name in MPIS}}
+            inputs = write_inputs(folder, dtype, count)
+            for collective in collectives:
+                yield from measure(collective, count, teams, inputs, sizes, dtype, rounds, batch_time, notes)
+            yield from ({"note": note} for note in notes)
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as with Ctrl-C, no process stays behind
     try:
-        sys.exit(main())
+        sys.exit(harness.main(peers))
     except KeyboardInterrupt:
         sys.exit(130)

@@ -50,7 +50,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
         for column, ranks in enumerate(counts):
             for name in present:
                 points = [row for row in rows if row["ranks"] == ranks and row["variant"] == name]
-                line(grid[0, column], name, points, [row["in_place"]["busbw"] for row in points])
+                line(grid[0, column], name, points, [row["busbw"] for row in points])
                 if baseline:
                     line(grid[1, column], name, points, [row["speedup"] for row in points])
             grid[0, column].set_title(f"{ranks} ranks", fontweight="bold")
@@ -63,7 +63,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
             plain_numbers(grid[1, 0], "{:g}x")
         handles, labels = grid[0, 0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper center", ncols=len(present), frameon=False)
-        figure.supxlabel(caption(header, rows, int(16 * width)), fontsize=8, color="#555555", x=0.01, ha="left")
+        figure.supxlabel(caption(header, int(16 * width)), fontsize=8, color="#555555", x=0.01, ha="left")
         figure.savefig(path, dpi=150)
 
 
@@ -91,13 +91,13 @@ def plain_numbers(axes: Axes, form: str) -> None:
     axes.yaxis.set_minor_formatter(LogFormatter())
 
 
-def caption(header: dict[str, Any], rows: list[dict[str, Any]], width: int) -> str:
+def caption(header: dict[str, Any], width: int) -> str:
     """What, where and when, in lines of `width` letters."""
     machine = header["machine"]
     where = machine["gpus"][0] if header["device"] == "cuda" else f"{machine['cpu']}, {machine['cores']} cores"
     hosts = "" if header["hosts"] == 1 else f", {header['hosts']} hosts"
     versions = ", ".join(f"{name} {version}" for name, version in header["versions"].items())
-    what = f"all_reduce, {rows[0]['dtype']} {rows[0]['op']}, in place, through torch.distributed"
+    what = f"all_reduce, {header['dtype']} {header['op']}, in place, through torch.distributed"
     text = (
         f"{what}. {where}{hosts}, {machine['kernel']}. {versions}. {header['date']}.\n"
         "Bus bandwidth is 2(n-1)/n x size / mean time on the slowest rank, GB = 1e9 bytes; speed-up is of median times."

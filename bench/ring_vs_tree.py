@@ -1,71 +1,99 @@
 """all_reduce of ringreduce by ring, two-way ring, tree, direct exchange and its own choice, next to Gloo (and NCCL).
 
-    python bench/ring_vs_tree.py --plot ring_vs_tree.png             2 and 4 ranks on this machine
+    python bench/ring_vs_tree.py --json ring_vs_tree.json            2 and 4 ranks on this machine
+    python bench/plot.py ring_vs_tree.json ring_vs_tree.png          its picture
     torchrun --nproc-per-node=8 bench/ring_vs_tree.py --device cuda  the ranks torchrun started, on any number of hosts
 
-Prints a header and one table per rank count in the columns of nccl-tests. Exit code: 0, 1 if any element was wrong or a
-rank failed, 2 if the request makes no sense here.
+The timed call is dist.all_reduce(tensor, op, group=group), from Python, one CPU thread per rank, on zeros, which stay
+zeros; sums of sums would overflow. Calls follow back to back after a barrier and one untimed call, for --min-time
+seconds in --rounds batches; variants take turns batch by batch. The first size is measured twice and the first
+measurement dropped, to keep start-up out of the figures. --min-bytes and --max-bytes are the first and the last size,
+each --factor times the one before.
 
-`--json` writes {"header": ..., "rows": [...]}; plot.py draws it again. The header says what was run, on what, and how
-to read the figures. A row is one size and variant: ranks, bytes, count, dtype, op, variant, speedup (median time of the
-baseline over the variant's, in place; null without a baseline), and for each of out_of_place and in_place the fields of
-harness.Result.
+    us            batch duration on the slowest rank / calls, in place
+    busbw         size / us x 2(n-1)/n, GB/s, GB = 1e9 bytes
+    min_us, median_us, p99_us   single calls in place, each timed on the rank where it took longest
+    speedup       the --baseline's median over the variant's, in place, same run; the baseline is NCCL if it runs, or
+                  Gloo
+    apart_us      output.copy_(input) and then all_reduce(output), both timed: c10d's all_reduce is in place
+    wrong         elements that differ from the exact result on any rank, in a call before and a call after the timing
+                  of both; not counted with --no-check
+
+Exit code: 0, 1 if any element was wrong or a rank failed, 2 if the request makes no sense here.
 """
 
-import argparse
-import dataclasses
+import functools
 import importlib.util
 import itertools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import harness
 import torch
 import torch.distributed as dist
-from harness import Call, Result
+from torch import Tensor
 
-# Each ringreduce variant with its Options(algorithms=...), and the backends to compare with.
-ALGORITHMS = {
-    "ring": "all_reduce:ring",
-    "bidirectional_ring": "all_reduce:bidirectional_ring",
-    "tree": "all_reduce:tree",
-    "direct": "all_reduce:direct",
-    "auto": "",
-}
+Variant = Literal["ring", "bidirectional_ring", "tree", "direct", "auto", "gloo", "nccl"]
 PEERS = ("gloo", "nccl")
-SHORT_NAMES = {"bidirectional_ring": "ring x2"}
-PLACEMENTS = ("out_of_place", "in_place")
-
-METHOD = (
-    "The timed call is dist.all_reduce(tensor, op, group=group), from Python, one CPU thread per rank.",
-    "out-of-place is output.copy_(input) and then all_reduce(output), both timed: c10d's all_reduce is in place.",
-    "in-place repeats all_reduce(tensor) on zeros, which stay zeros; sums of sums would overflow.",
-    "Calls follow back to back after a barrier and one untimed call; variants take turns batch by batch.",
-    "The first size is measured twice and the first measurement dropped, to keep start-up out of the figures.",
-    "time: batch duration on the slowest rank / calls. algbw = size / time, busbw = algbw x 2(n-1)/n, GB = 1e9 bytes.",
-    "min, median, p99: single calls in place, each timed on the rank where it took longest.",
-    "vs: median of the baseline over median of the variant, in place, same run.",
-    "#wrong: elements that differ from the exact result on any rank, in a call before and a call after the timing.",
-)
+PLACEMENTS = ("in_place", "out_of_place")
 
 
 @dataclass(frozen=True)
-class Row:
-    """One size and variant; the keys are explained in the module's docstring."""
+class ExactInputs:
+    """Inputs that cannot lie: integers that differ by rank, element and call, with a reduction known beforehand.
 
-    ranks: int
-    bytes: int
-    count: int
-    dtype: str
+    They are drawn from a generator seeded by (call, rank) and kept so small that the result, and every partial result
+    in any order, is a number of the dtype. So there is one right answer, bit for bit, and each rank computes it alone
+    from the seeds. The values repeat after `PERIOD` elements, a prime: data that lands in the wrong place shows unless
+    it is off by a multiple of that, which no power of two is.
+    """
+
+    PERIOD = 65521
+
+    dtype: torch.dtype
     op: str
-    variant: str
-    out_of_place: Result
-    in_place: Result
-    speedup: float | None
+    ranks: int
+
+    def fill(self, tensor: Tensor, rank: int, call: int) -> None:
+        """Write into the 1-D `tensor` what `rank` contributes to the collective number `call`."""
+        for part, values in self._tiles(tensor, self._pattern(rank, call)):
+            part.copy_(values)
+
+    def wrong(self, tensor: Tensor, call: int) -> int:
+        """How many elements of the 1-D `tensor` differ from the reduction over all ranks of call number `call`."""
+        _, combine = harness.OPS[self.op]
+        expected = functools.reduce(combine, (self._pattern(rank, call) for rank in range(self.ranks)))
+        if self.op == "avg":
+            expected = expected // self.ranks
+        return sum(int((part != values).count_nonzero()) for part, values in self._tiles(tensor, expected))
+
+    def _pattern(self, rank: int, call: int) -> Tensor:
+        exact = int(2 / torch.finfo(self.dtype).eps) if self.dtype.is_floating_point else torch.iinfo(self.dtype).max
+        exact = min(exact, 2**53)
+        generator = torch.Generator().manual_seed(call * self.ranks + rank)
+
+        def integers(low: int, high: int) -> Tensor:
+            return torch.randint(low, high + 1, (self.PERIOD,), generator=generator)
+
+        if self.op == "product":  # powers of two, with signs: 1 or 2 while the product of all ranks fits, else 1
+            sign = 1 - 2 * integers(0, 1) if self.dtype.is_signed else 1
+            return sign * 2 ** integers(0, 1 if 2**self.ranks <= exact else 0)
+        unit = self.ranks if self.op == "avg" else 1  # so that the average is an integer too
+        bound = exact // (unit * self.ranks) if self.op in ("sum", "avg") else exact
+        if bound == 0:
+            raise ValueError(f"{self.op} over {self.ranks} ranks is not exact in {self.dtype}; use a wider one")
+        signed = self.dtype.is_signed and self.op not in ("band", "bor", "bxor")
+        return unit * integers(-bound if signed else 0, bound)
+
+    def _tiles(self, tensor: Tensor, pattern: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The tensor as whole periods and a rest, each with the values that belong there."""
+        values = pattern.to(tensor.device, self.dtype)
+        whole = tensor.numel() // self.PERIOD * self.PERIOD
+        yield tensor[:whole].view(-1, self.PERIOD), values
+        yield tensor[whole:], values[: tensor.numel() - whole]
 
 
 @dataclass
@@ -74,9 +102,9 @@ class Trial:
 
     group: dist.ProcessGroup
     op: dist.ReduceOp.RedOpType
-    source: torch.Tensor  # input of the out-of-place call
-    output: torch.Tensor
-    buffer: torch.Tensor  # input and output of the in-place call
+    source: Tensor  # input of the out-of-place call
+    output: Tensor
+    buffer: Tensor  # input and output of the in-place call
 
     def out_of_place(self) -> None:
         self.output.copy_(self.source)
@@ -85,17 +113,31 @@ class Trial:
     def in_place(self) -> None:
         dist.all_reduce(self.buffer, self.op, group=self.group)
 
-    def wrong(self, inputs: harness.ExactInputs, call: int) -> torch.Tensor:
-        """Wrong elements on this rank, [out of place, in place], after a fresh call of each."""
+    def wrong(self, inputs: ExactInputs, call: int) -> Tensor:
+        """Wrong elements on this rank after a fresh call of each kind."""
         for tensor in (self.source, self.buffer):
             inputs.fill(tensor, dist.get_rank(), call)
         self.output.fill_(1)
         self.out_of_place()
         self.in_place()
-        return torch.tensor([inputs.wrong(self.output, call), inputs.wrong(self.buffer, call)])
+        return torch.tensor(inputs.wrong(self.output, call) + inputs.wrong(self.buffer, call))
 
 
-def measure(settings: argparse.Namespace) -> list[Row]:
+@dataclass(frozen=True)
+class Settings:
+    """The command line, checked."""
+
+    sizes: list[int]
+    dtype: str
+    op: str
+    device: str
+    variants: tuple[Variant, ...]
+    baseline: str
+    schedule: harness.Schedule
+    check: bool
+
+
+def measure(settings: Settings) -> list[dict[str, Any]]:
     """One rank; every rank returns all rows."""
     device = torch.device(settings.device)
     if device.type == "cuda":
@@ -103,238 +145,121 @@ def measure(settings: argparse.Namespace) -> list[Row]:
         torch.cuda.set_device(device)
     groups = {variant: open_group(variant) for variant in settings.variants}
     numbers = itertools.count()
-    title = f"{dist.get_world_size()} ranks"
-    rows: list[Row] = []
-    unchecked = argparse.Namespace(**{**vars(settings), "check": False})
-    measure_size(unchecked, groups, settings.sizes[0], device, numbers)  # dropped: the ranks have only just started
-    with harness.Progress(title, len(settings.sizes), shown=dist.get_rank() == 0) as progress:
-        for size in settings.sizes:
-            rows += measure_size(settings, groups, size, device, numbers)
+    rows: list[dict[str, Any]] = []
+    sizes = [settings.sizes[0], *settings.sizes]  # the first is dropped: the ranks have only just started
+    with harness.Progress(f"{dist.get_world_size()} ranks", len(sizes), shown=dist.get_rank() == 0) as progress:
+        for number, size in enumerate(sizes):
+            measured = measure_size(settings, groups, size, device, numbers)
+            rows += measured if number else []
             progress.advance(harness.format_bytes(size))
     return rows
 
 
-def open_group(variant: str) -> dist.ProcessGroup:
+def open_group(variant: Variant) -> dist.ProcessGroup:
     """A group of all ranks for this variant."""
     if variant in PEERS:
         backend, options = variant, None
     else:
         import ringreduce
 
-        backend, options = "ringreduce", ringreduce.Options(algorithms=ALGORITHMS[variant])
+        algorithms = "" if variant == "auto" else f"all_reduce:{variant}"
+        backend, options = "ringreduce", ringreduce.Options(algorithms=algorithms)
     group: dist.ProcessGroup = dist.new_group(backend=backend, pg_options=options, timeout=harness.TIMEOUT)
     return group
 
 
 def measure_size(
-    settings: argparse.Namespace,
-    groups: dict[str, dist.ProcessGroup],
+    settings: Settings,
+    groups: dict[Variant, dist.ProcessGroup],
     size: int,
     device: torch.device,
     numbers: Iterator[int],
-) -> list[Row]:
+) -> list[dict[str, Any]]:
     """Check, time and check again every variant at one size; `numbers` numbers the checked calls."""
-    dtype = harness.DTYPES[settings.dtype]
-    ranks = dist.get_world_size()
-    count = size // dtype.itemsize
-    inputs = harness.ExactInputs(dtype, settings.op, ranks)
-    op, _ = harness.OPS[settings.op]
-    buffers = [torch.zeros(count, dtype=dtype, device=device) for _ in range(3)]
+    dtype, ranks = harness.DTYPES[settings.dtype], dist.get_world_size()
+    inputs, (op, _) = ExactInputs(dtype, settings.op, ranks), harness.OPS[settings.op]
+    buffers = [torch.zeros(size // dtype.itemsize, dtype=dtype, device=device) for _ in range(3)]
     trials = {variant: Trial(group, op, *buffers) for variant, group in groups.items()}
-    wrong = {variant: torch.zeros(2, dtype=torch.int64) for variant in trials}
+    wrong = dict.fromkeys(trials, 0)
 
     def check() -> None:
         for variant, trial in trials.items():
             if settings.check:
                 here = trial.wrong(inputs, next(numbers))
                 dist.all_reduce(here)
-                wrong[variant] += here
+                wrong[variant] += int(here)
 
     check()
     buffers[-1].zero_()
-    calls: dict[tuple[str, str], Call] = {
+    calls: dict[tuple[str, str], harness.Call] = {
         (variant, placement): getattr(trial, placement) for variant, trial in trials.items() for placement in PLACEMENTS
     }
     timings = harness.time_alternating(calls, settings.schedule, device)
     check()
-
     baseline = timings.get((settings.baseline, "in_place"))
-
-    def result(variant: str, placement: str) -> Result:
-        errors = int(wrong[variant][PLACEMENTS.index(placement)]) if settings.check else None
-        return Result.of(timings[variant, placement], size, 2 * (ranks - 1) / ranks, errors)
-
-    return [
-        Row(
-            ranks,
-            size,
-            count,
-            settings.dtype,
-            settings.op,
-            variant,
-            result(variant, "out_of_place"),
-            result(variant, "in_place"),
-            baseline.median / timings[variant, "in_place"].median if baseline else None,
-        )
-        for variant in trials
-    ]
+    rows = []
+    for variant in trials:
+        here, apart = (timings[variant, placement] for placement in PLACEMENTS)
+        row = {"ranks": ranks, "bytes": size, "variant": variant, "us": here.mean}
+        row |= {"busbw": size / here.mean / 1e3 * 2 * (ranks - 1) / ranks}
+        row |= {"min_us": here.min, "median_us": here.median, "p99_us": here.p99}
+        row |= {"speedup": baseline.median / here.median} if baseline else {}
+        row |= {"apart_us": apart.mean}
+        rows.append(row | ({"wrong": wrong[variant]} if settings.check else {}))
+    return rows
 
 
-def make_header(settings: argparse.Namespace) -> dict[str, Any]:
-    """What was run, on what machine, and how to read the figures."""
-    return {
-        **harness.origin("all_reduce: ring, tree and direct exchange of ringreduce, and peers"),
-        "hosts": int(os.environ.get("GROUP_WORLD_SIZE", "1")),
-        "ranks": list(settings.ranks),
-        "device": settings.device,
-        "variants": {
-            v: ALGORITHMS.get(v) or ("backend " + v if v in PEERS else "its own choice") for v in settings.variants
-        },
-        "baseline": settings.baseline,
-        "schedule": dataclasses.asdict(settings.schedule),
-        "method": list(METHOD),
-    }
-
-
-def format_header(header: dict[str, Any]) -> str:
-    """The header as lines that start with "#"."""
-    schedule = header["schedule"]
-    hosts = "" if header["hosts"] == 1 else f", one of {header['hosts']} hosts"
-    batches = (
-        f"{schedule['warmup']} warm-up calls, then {schedule['rounds']} batches, {schedule['min_time']:g} s together"
-    )
-    lines = [
-        "\n".join(harness.format_origin(header)) + hosts,
-        *(f"# gpu       {gpu}" for gpu in header["machine"].get("gpus", []) if header["device"] == "cuda"),
-        "# versions  " + ", ".join(f"{name} {version}" for name, version in header["versions"].items()),
-        *(f"# variant   {SHORT_NAMES.get(name, name):<8} {how}" for name, how in header["variants"].items()),
-        f"# schedule  per size, variant and placement: {batches}",
-        *(f"# {line}" for line in header["method"]),
-    ]
-    return "\n".join(lines)
-
-
-def format_table(rows: Sequence[Row], baseline: str) -> str:
-    """The rows of one rank count in the columns of nccl-tests."""
-    cell = f"{'time':>10} {'algbw':>7} {'busbw':>7} {'#wrong':>6}"
-    units = f"{'(us)':>10} {'(GB/s)':>7} {'(GB/s)':>7} {'':>6}"
-    lines = [
-        f"# {rows[0].ranks} ranks",
-        f"#{'':46} {'out-of-place':^33} {'in-place':^33} {'slowest rank, in-place (us)':>29}",
-        f"#{'size':>10} {'count':>10} {'type':>8} {'redop':>7} {'variant':<8}{cell} {cell} "
-        f"{'min':>9} {'median':>9} {'p99':>9} {'vs':>7}",
-        f"#{'(B)':>10} {'(elements)':>10} {'':>25}{units} {units} {'':>29} {baseline:>7}",
-    ]
-    for size, group in itertools.groupby(rows, key=lambda row: row.bytes):
-        for row in group:
-            name, slow = SHORT_NAMES.get(row.variant, row.variant), row.in_place
-            spread = f"{slow.min_us:>9.2f} {slow.median_us:>9.2f} {slow.p99_us:>9.2f}"
-            ratio = "-" if row.speedup is None else f"{row.speedup:.2f}x"
-            lines.append(
-                f" {size:>10} {row.count:>10} {row.dtype:>8} {row.op:>7} {name:<8}{format_result(row.out_of_place)} "
-                f"{format_result(row.in_place)} {spread} {ratio:>7}"
-            )
-        lines.append("")
-    return "\n".join(lines)
-
-
-def format_result(result: Result) -> str:
-    wrong = "N/A" if result.wrong is None else result.wrong
-    return f"{result.time_us:>10.2f} {result.algbw:>7.2f} {result.busbw:>7.2f} {wrong:>6}"
-
-
-def read_command_line() -> argparse.Namespace:
-    """The command line, checked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    option, names = parser.add_argument, (*ALGORITHMS, *PEERS)
-    option(
-        "--ranks", type=int, nargs="+", help="rank counts to start here, one by one (default 2 4; not with torchrun)"
-    )
-    option(
-        "--min-bytes", type=harness.parse_bytes, default="8", help="first size; K, M, G are powers of 1024 (default 8)"
-    )
-    option("--max-bytes", type=harness.parse_bytes, default="64M", help="last size, always measured (default 64M)")
-    option("--factor", type=int, default=8, help="each size over the one before (default 8)")
-    option("--dtype", choices=harness.DTYPES, default="float32")
-    option("--op", choices=harness.OPS, default="sum")
-    option("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: rank's GPU is LOCAL_RANK")
-    option("--variants", nargs="+", choices=names, metavar="NAME", help=f"any of {', '.join(names)} (default all)")
-    option("--baseline", choices=names, metavar="NAME", help='of column "vs" (default nccl if it runs, else gloo)')
-    option("--warmup", type=int, default=3, help="calls before timing (default 3)")
-    option("--rounds", type=int, default=4, help="turns that each variant takes at a size (default 4)")
-    option("--min-time", type=float, default=0.2, help="seconds of calls per size, variant and placement (default 0.2)")
-    option("--check", action=argparse.BooleanOptionalAction, default=True, help="count wrong elements (default yes)")
-    option("--json", type=Path, metavar="FILE", help="write header and rows")
-    option("--table", type=Path, metavar="FILE", help="write what is printed")
-    option("--plot", type=Path, metavar="FILE.png", help="draw bandwidth and speed-up over size")
-    args = parser.parse_args()
-
-    itemsize = harness.DTYPES[args.dtype].itemsize
-    if args.min_bytes < itemsize or args.max_bytes < args.min_bytes or args.factor < 2:
-        parser.error(f"need {itemsize} <= --min-bytes <= --max-bytes and --factor >= 2")
-    if args.warmup < 1 or args.rounds < 1 or args.min_time <= 0:
-        parser.error("--warmup and --rounds must be at least 1, --min-time above 0")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch finds no GPU here")
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: pip install matplotlib")
+def ring_vs_tree(
+    ranks: tuple[int, ...] = (),
+    min_bytes: harness.Bytes = 8,
+    max_bytes: harness.Bytes = 64 << 20,
+    factor: int = 8,
+    dtype: str = "float32",
+    op: str = "sum",
+    device: Literal["cpu", "cuda"] = "cpu",
+    variants: tuple[Variant, ...] = (),
+    baseline: str = "",
+    warmup: int = 3,
+    rounds: int = 4,
+    min_time: float = 0.2,
+    no_check: bool = False,
+) -> Iterator[dict[str, Any]]:
+    if dtype not in harness.DTYPES or op not in harness.OPS:
+        raise harness.CannotRun(f"--dtype is one of {' '.join(harness.DTYPES)}, --op one of {' '.join(harness.OPS)}")
+    itemsize = harness.DTYPES[dtype].itemsize
+    if min_bytes < itemsize or max_bytes < min_bytes or factor < 2:
+        raise harness.CannotRun(f"need {itemsize} <= --min-bytes <= --max-bytes and --factor >= 2")
+    if warmup < 1 or rounds < 1 or min_time <= 0:
+        raise harness.CannotRun("--warmup and --rounds must be at least 1, --min-time above 0")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise harness.CannotRun("--device cuda: torch finds no GPU here")
     world = os.environ.get("WORLD_SIZE")
-    if world and args.ranks:
-        parser.error(f"--ranks is for runs without torchrun, which has started {world} ranks already")
-    nccl = args.device == "cuda" and dist.is_nccl_available()
-    args.variants = args.variants or [*ALGORITHMS, "gloo", *(["nccl"] if nccl else [])]
-    if set(args.variants) & set(ALGORITHMS) and importlib.util.find_spec("ringreduce") is None:
-        parser.error("ringreduce is not installed: pip install -e . (or --variants gloo)")
-    args.ranks = [int(world)] if world else args.ranks or [2, 4]
-    args.sizes = list(harness.sizes(args.min_bytes, args.max_bytes, args.factor, itemsize))
-    args.baseline = args.baseline or ("nccl" if "nccl" in args.variants else "gloo")
-    args.schedule = harness.Schedule(args.warmup, args.rounds, args.min_time)
-    return args
-
-
-def main() -> int:
-    args = read_command_line()
-    header = make_header(args)
-    under_torchrun = "WORLD_SIZE" in os.environ
-    speaker = int(os.environ.get("RANK", "0")) == 0
-    rows: list[Row] = []
-    texts: list[str] = []
-
-    def say(text: str) -> None:
-        if speaker:
-            texts.append(text)
-            print(text, flush=True)
-
-    say(format_header(header) + "\n")
-    for ranks in args.ranks:
-        measured = harness.become_rank(measure, args) if under_torchrun else harness.start_ranks(ranks, measure, args)
-        rows += measured
-        say(format_table(measured, args.baseline))
-
-    wrong = sum(result.wrong or 0 for row in rows for result in (row.out_of_place, row.in_place))
-    say(f"# {wrong} wrong elements" if args.check else "# results not checked")
-    if speaker:
-        write(header, rows, texts, args)
-    return 1 if wrong else 0
-
-
-def write(header: dict[str, Any], rows: list[Row], texts: list[str], args: argparse.Namespace) -> None:
-    """The files asked for, each announced."""
-    report = {"header": header, "rows": [dataclasses.asdict(row) for row in rows]}
-    for path in filter(None, (args.table, args.plot)):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    if args.json:
-        harness.save(args.json, report)
-    if args.table:
-        args.table.write_text("\n".join(texts) + "\n")
-    if args.plot:
-        import plot
-
-        plot.draw(report, args.plot)
-    for kind, path in (("table", args.table), ("JSON", args.json), ("picture", args.plot)):
-        if path:
-            print(f"# {kind} in {path}")
+    if world and ranks:
+        raise harness.CannotRun(f"--ranks is for runs without torchrun, which has started {world} ranks already")
+    nccl = device == "cuda" and dist.is_nccl_available()
+    variants = variants or (
+        "ring",
+        "bidirectional_ring",
+        "tree",
+        "direct",
+        "auto",
+        "gloo",
+        *(("nccl",) if nccl else ()),
+    )
+    if set(variants) - set(PEERS) and importlib.util.find_spec("ringreduce") is None:
+        raise harness.CannotRun("ringreduce is not installed: pip install -e . (or --variants gloo)")
+    baseline = baseline or ("nccl" if "nccl" in variants else "gloo")
+    sizes = list(harness.sizes(min_bytes, max_bytes, factor, itemsize))
+    schedule = harness.Schedule(warmup, rounds, min_time)
+    settings = Settings(sizes, dtype, op, device, variants, baseline, schedule, not no_check)
+    hosts = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    yield {"header": {"hosts": hosts, "device": device, "dtype": dtype, "op": op, "baseline": baseline}}
+    if world:
+        yield from harness.become_rank(measure, settings)
+    else:
+        for count in ranks or (2, 4):
+            yield from harness.start_ranks(count, measure, settings)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(harness.main(ring_vs_tree))

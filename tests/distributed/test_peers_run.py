@@ -19,7 +19,6 @@ def test_smoke(tmp_path: Path) -> None:
     options = ["--sizes", "8", "64K", "--rounds", "1", "--batch-time", "0.01", "--json", str(report_path)]
     done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "# 0 wrong elements" in done.stdout
     report = json.loads(report_path.read_text())
     assert [(row["collective"], row["bytes"]) for row in report["rows"]] == [
         (collective, size)
@@ -27,10 +26,10 @@ def test_smoke(tmp_path: Path) -> None:
         for size in (8, 65536)
     ]
     for row in report["rows"]:
-        assert set(row["median_us"]) == {"ringreduce", "ringreduce-shared", "gloo"}
-        assert row["best_peer"] == "gloo"
-        assert row["wrong"] == {"ringreduce": 0, "ringreduce-shared": 0, "gloo": 0, "memcpy": 0, "memcpy-nt": 0}
-        assert (row["limit_us"] is None) == (row["bytes"] < 32768)
+        assert min(row["ringreduce"], row["ringreduce-shared"], row["gloo"]) > 0
+        assert row["best peer"] == "gloo"
+        assert row["wrong_in"] == {"ringreduce": 0, "ringreduce-shared": 0, "gloo": 0, "memcpy": 0, "memcpy-nt": 0}
+        assert ("limit" in row) == (row["bytes"] >= 32768)
 
 
 def test_mpi_has_no_bfloat16() -> None:
