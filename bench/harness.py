@@ -16,6 +16,7 @@ import os
 import pickle
 import platform
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -247,12 +248,15 @@ def main(*measures: Callable[..., Iterable[Mapping[str, Any]]]) -> int:
         command.add_argument("--json", type=Path, metavar="FILE", help="the report, written anew after each row")
         command.set_defaults(run=measure)
     options = vars(parser.parse_args())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as with Ctrl-C, no process stays behind
     measure, path = options.pop("run"), options.pop("json")
     try:
         title = (measure.__doc__ if commands else about) or measure.__name__
         return report(title.splitlines()[0], measure(**options), path)
     except CannotRun as error:
         parser.error(str(error))
+    except KeyboardInterrupt:
+        return 130
 
 
 def _described(parameter: inspect.Parameter) -> dict[str, Any]:
@@ -293,7 +297,7 @@ def report(benchmark: str, rows: Iterable[Mapping[str, Any]], path: Path | None 
             notes.append(row["note"])
         else:
             found.append(row)
-        print(", ".join(f"{key} {cell}" for key, cell in _cells(row).items()), file=sys.stderr, flush=True)
+        print(words(row), file=sys.stderr, flush=True)
         if path:
             save(path, {"header": header, "rows": found, "notes": notes})
     columns = {key: None for row in found for key in _cells(row)}
@@ -307,13 +311,17 @@ def report(benchmark: str, rows: Iterable[Mapping[str, Any]], path: Path | None 
     return int(bool(notes) or any(row.get("wrong") for row in found))
 
 
+def words(row: Mapping[str, Any]) -> str:
+    """A row as a line."""
+    return ", ".join(f"{key} {cell}" for key, cell in _cells(row).items())
+
+
 def _cells(row: Mapping[str, Any]) -> dict[str, str]:
-    cells = {key: each for key, each in row.items() if not isinstance(each, list | dict)}
-    return {key: _digits(each) if isinstance(each, float) else str(each) for key, each in cells.items()}
+    return {key: _cell(each) for key, each in row.items() if not isinstance(each, list | dict)}
 
 
-def _digits(number: float) -> str:
-    return f"{number:.0f}" if abs(number) >= 1e4 else f"{number:.4g}"
+def _cell(value: Any) -> str:
+    return format(value, ".0f" if abs(value) >= 1e4 else ".4g") if isinstance(value, float) else str(value)
 
 
 def origin(benchmark: str) -> dict[str, Any]:

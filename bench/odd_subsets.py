@@ -1,7 +1,7 @@
 """Where it pays to plan over a machine's links: all_reduce on every subset of its GPUs, next to NCCL's rule.
 
     python bench/odd_subsets.py dgx1-v100 dgx2:0-7 tests/fixtures/topologies/rccl-8p_90a.xml --plot docs/odd_subsets.png
-    python bench/odd_subsets.py topology.xml --table subsets.csv
+    python bench/odd_subsets.py topology.xml
 
 The rule is that of NCCL's search inside a host, as the sources of NCCL 2.30 have it (graph/search.cc, paths.cc and
 tuning.cc).  Every two GPUs have one path: over NVLink (XGMI), else over the NVLinks of a third GPU of the job, else
@@ -16,7 +16,6 @@ The rule is granted the best set of channels where NCCL searches for a limited t
 from __future__ import annotations
 
 import argparse
-import csv
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import combinations, permutations
@@ -216,7 +215,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("machines", nargs="+", help="presets, or files as `ringreduce topo` reads them; :0-7: of these")
     parser.add_argument("--collective", choices=STEPS, default="all_reduce")
-    parser.add_argument("--table", type=Path, help="every subset, as CSV")
     parser.add_argument("--plot", type=Path, help="the gains, as a picture")
     arguments = parser.parse_args()
     found: dict[str, list[Subset]] = {}
@@ -235,14 +233,6 @@ def main() -> None:
         found[Path(name).stem] = [subset(graph, chosen, arguments.collective) for chosen in every]
         print(f"\n{graph.name}: {arguments.collective} on {len(every)} subsets\n")
         show(found[Path(name).stem])
-    if arguments.table:
-        with arguments.table.open("w", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(("machine", "gpus", "ours_GBps", "rings_GBps", "chains_GBps", "bound_GBps", "gain"))
-            for name, subsets in found.items():
-                for each in subsets:
-                    figures = (each.ours, each.rings, each.chains, each.bound, each.gain)
-                    writer.writerow((name, " ".join(map(str, each.gpus)), *(f"{figure:.4g}" for figure in figures)))
     if arguments.plot:
         draw(found, arguments.plot, arguments.collective)
 

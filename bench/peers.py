@@ -32,7 +32,6 @@ import contextlib
 import itertools
 import mmap
 import os
-import signal
 import socket
 import statistics
 import sys
@@ -340,8 +339,4 @@ def peers(
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as with Ctrl-C, no process stays behind
-    try:
-        sys.exit(harness.main(peers))
-    except KeyboardInterrupt:
-        sys.exit(130)
+    sys.exit(harness.main(peers))

@@ -125,15 +125,6 @@ def measure(dtype_name: str, sources: int, size: int, blocks: int, repetitions: 
     return Row(dtype_name, sources, size, blocks, median, gbps, share, wrong)
 
 
-def line(row: Row) -> str:
-    def cell(name: str) -> str:
-        return f"{row.median_us[name]:>10.1f} {row.gbps[name]:>7.0f}" if name in row.gbps else f"{'-':>10} {'-':>7}"
-
-    cells = " ".join(map(cell, ("ringreduce", "copy", "torch")))
-    size = harness.format_bytes(row.bytes)
-    return f"{row.dtype:>14} {row.sources:>7} {size:>9} {cells} {row.share:>6.1%} {row.wrong:>6}"
-
-
 def main() -> int:
     parser = reports.parser(__doc__)
     option = parser.add_argument
@@ -146,8 +137,6 @@ def main() -> int:
     option("--batch-bytes", type=harness.parse_bytes, default="1G", help="of sources in a batch (default 1G)")
     args = parser.parse_args()
     report = reports.begin(args, "accumulate kernels of ringreduce, next to copies and to torch", method=list(METHOD))
-    columns = " ".join(f"{name:>10} {'GB/s':>7}" for name in ("us", "copy us", "torch us"))
-    print(f"#{'dtype':>13} sources {'bytes':>9} {columns}  share #wrong")
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     sweep = [] if args.blocks else [each * multiprocessors for each in (1, 2, 3, 4, 6, 8)]
     cells = [
@@ -158,7 +147,7 @@ def main() -> int:
     cells += [(args.sizes[0], *cell) for cell in itertools.product(JUDGED, args.sources, sweep)]
     for size, dtype, sources, blocks in cells:
         row = measure(dtype, sources, size, blocks, args.repetitions, args.batch_bytes)
-        report.row(line(row) + (f"  {blocks} blocks" if blocks else ""), **asdict(row))
+        report.row(**asdict(row))
         if row.judged():
             report.bar(f"{dtype}, {sources} sources of 256 MB, of a copy's GB/s", row.share, at_least=BAR)
         torch.cuda.empty_cache()

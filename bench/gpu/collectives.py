@@ -182,8 +182,6 @@ def measure(settings: Settings) -> None:
     torch.ones(1, device="cuda")
     groups, notes = open_groups(settings, ranks, shared)
     slow: set[tuple[str, str]] = set()  # (collective, variant)
-    if rank == 0:
-        print(*headings(ranks, shared, settings.variants), sep="\n")
     for collective, size in itertools.product(settings.collectives, settings.sizes):
         if _late(settings.deadline):
             notes.append(f"{ranks} ranks, {collective} of {harness.format_bytes(size)}: no time left")
@@ -191,7 +189,7 @@ def measure(settings: Settings) -> None:
         variants = [name for name in groups if (collective, name) not in slow]
         row = measure_cell(settings, {name: groups[name] for name in variants}, collective, size, shared, notes)
         if rank == 0:
-            report.row(line(row, settings.variants), **asdict(row))
+            report.row(**asdict(row))
         for name, median in row.median_us.items():
             if median > SLOWEST * 1e6 and name != "ringreduce":
                 slow.add((collective, name))
@@ -277,22 +275,6 @@ def measure_cell(
     return Row(collective, ranks, shared, count * 4, algorithm, bound, median, share, wrong, sum(wrong.values()))
 
 
-def headings(ranks: int, shared: bool, variants: tuple[str, ...]) -> list[str]:
-    columns = "".join(f"{name:>12}" for name in (*variants, "bound", "share", "#wrong"))
-    return [
-        f"# {ranks} ranks {'on one GPU' if shared else 'on a GPU each'}, median us",
-        f"#{'collective':>14} {'bytes':>9} {'algorithm':>18}{columns}",
-    ]
-
-
-def line(row: Row, variants: tuple[str, ...]) -> str:
-    cells = [*(row.median_us.get(name) for name in variants), row.bound_us]
-    numbers = "".join(f"{'-' if cell is None else format(cell, '.1f'):>12}" for cell in cells)
-    share = "-" if row.share is None else f"{row.share:.1%}"
-    size = harness.format_bytes(row.bytes)
-    return f" {row.collective:>14} {size:>9} {row.algorithm:>18}{numbers}{share:>12}{row.wrong:>12}"
-
-
 def main() -> int:
     parser = reports.parser(__doc__)
     option = parser.add_argument
@@ -320,7 +302,7 @@ def main() -> int:
     report = reports.begin(args, "collectives of ringreduce between ranks on GPUs, and peers", method=list(METHOD))
     ceiling = statistics.median(device.copy_gbps(args.copy_bytes, 10, 4) for _ in range(3))
     torch.cuda.empty_cache()
-    report.row(f"# the device copies {ceiling:.0f} GB/s, read and written", copy_gbps=ceiling)
+    report.row(copy_gbps=ceiling)
     for number, ranks in enumerate(args.ranks):
         now = time.time()
         settings = Settings(

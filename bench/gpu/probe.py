@@ -69,11 +69,7 @@ class Asker:
             found = answer(self)
         except Exception as error:
             found = {"failed": f"{type(error).__name__}: {error}"[:500], "wrong": 1}
-        words = ", ".join(
-            f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in found.items()
-        )
-        seconds = round(time.monotonic() - began, 1)
-        self.report.row(f"{question}: {words}", question=question, **found, seconds=seconds)
+        self.report.row(question=question, **found, seconds=round(time.monotonic() - began, 1))
 
     def processes(self, *mains: Callable[..., None]) -> Processes:
         """Which run main(pipe, image)."""
@@ -187,7 +183,7 @@ def blocked_calls(asker: Asker, busy: str) -> Answer:
                 raise TimeoutError(f"{name} did not return even after the wait was over")
         failed += [f"{name}: {thread.failed}" for thread in threads if thread.failed]
         gpu.call("cuStreamSynchronize", stream)
-    found = {"blocked": blocked or "none", "tried": len(calls), "wrong": len(failed)}
+    found = {"blocked": "; ".join(blocked) or "none", "tried": len(calls), "wrong": len(failed)}
     return {**found, "failed": "; ".join(failed)} if failed else found
 
 
@@ -280,10 +276,10 @@ def reads_on(pipe: Any, image: bytes) -> None:
                 launch(stream, "probe_hand_over", Probe(address, own, 1, own + 64, 1, 1))
                 gpu.call("cuStreamSynchronize", stream)
         except driver.DriverError as error:
-            pipe.send({"after_it": str(error), "reads": reads, "values": sorted(values)})
+            pipe.send({"after_it": str(error), "reads": reads, "values": str(sorted(values))})
             return
         reads += 1
-    pipe.send({"after_it": "reads go on", "reads": reads, "values": sorted(values)})
+    pipe.send({"after_it": "reads go on", "reads": reads, "values": str(sorted(values))})
 
 
 def exporter_killed(asker: Asker) -> Answer:

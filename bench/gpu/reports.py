@@ -2,7 +2,7 @@
 
     args = reports.parser(__doc__).parse_args()
     report = reports.begin(args, "what is measured")
-    report.row("a line for people", size=8, us=3.2)
+    report.row(size=8, us=3.2)
     report.bar("latency of 8 B, us", 3.2, at_most=15)
     return report.end()
 
@@ -35,11 +35,11 @@ class Report:
         """What another process has begun, to go on with."""
         return cls(path, json.loads(path.read_text()))
 
-    def row(self, line: str, **cells: Any) -> None:
-        """A result, and how it is printed. `cells["wrong"]`, where given, counts elements that are wrong."""
+    def row(self, line: str = "", /, **cells: Any) -> None:
+        """A result, and how it is printed if not cell by cell. `cells["wrong"]` counts elements that are wrong."""
         self.found["rows"].append(cells)
         self._save()
-        print(line, flush=True)
+        print(line or harness.words({**cells, **cells.get("median_us", {})}), flush=True)
 
     def note(self, text: str) -> None:
         """What could not be checked, and why."""

@@ -176,9 +176,7 @@ def measure(report: reports.Report, ranks: int, args: argparse.Namespace, gbps: 
     options["engine"] = f"gpu_mode=run,gpu_blocks={blocks}"
     found = threads.run(every_row, ranks, **options)
     compared, wrong = found[0][0], sum(each for _, each in found)
-    report.row(
-        f"{ranks} threads: {compared} dtypes and operations, {wrong} wrong", **mine, compared=compared, wrong=wrong
-    )
+    report.row(**mine, compared=compared, wrong=wrong)
     for size in args.sizes:
         for each in sorted({min(16, blocks), blocks}) if size > 1 << 20 else [blocks]:
             times = threads.run(speed, ranks, [size], **{**options, "engine": f"gpu_mode=run,gpu_blocks={each}"})
@@ -186,11 +184,7 @@ def measure(report: reports.Report, ranks: int, args: argparse.Namespace, gbps: 
             algorithm = collectives.algorithm_for("all_reduce", ranks, size)
             bound = collectives.traffic("all_reduce", algorithm, ranks, size) / gbps / 1e3
             row = {"bytes": size, "blocks": each, "algorithm": algorithm, "eager_us": eager, "graph_us": graph}
-            report.row(
-                f"{ranks} threads: {harness.format_bytes(size):>8}, {each:>3} blocks, {algorithm}: "
-                f"eager {eager:.1f} us, graph {graph:.1f} us, {bound / graph:.0%} of its bytes' bound, {wrong} wrong",
-                **mine, **row, bound_us=bound, share=bound / graph, wrong=wrong,
-            )  # fmt: skip
+            report.row(**mine, **row, bound_us=bound, share=bound / graph, wrong=wrong)
             if size == 8:
                 report.bar(f"{ranks} threads: us of an all_reduce of 8 B in a graph", graph, at_most=LATENCY_US)
             elif size == JUDGED_BYTES and each == blocks:
@@ -198,10 +192,7 @@ def measure(report: reports.Report, ranks: int, args: argparse.Namespace, gbps: 
             torch.cuda.empty_cache()
     many = threads.run(many_calls, ranks, [args.calls, args.seconds], **options)
     calls, wrong, seconds = many[0][0], sum(each[1] for each in many), many[0][2]
-    report.row(
-        f"{ranks} threads: {calls} small calls in {seconds:.1f} s, {wrong} wrong",
-        **mine, calls=calls, seconds=seconds, wrong=wrong,
-    )  # fmt: skip
+    report.row(**mine, calls=calls, seconds=seconds, wrong=wrong)
     report.bar(f"{ranks} threads: small calls of {args.calls} that were made and right", calls if not wrong else 0,
                at_least=args.calls)  # fmt: skip
 
@@ -217,7 +208,7 @@ def main() -> int:
     os.environ.update(threads.RESIDENT)  # before CUDA is used
     report = reports.begin(args, "one kernel a call, ranks on one GPU", method=list(METHOD))
     gbps = device.copy_gbps(min(max(args.sizes), JUDGED_BYTES), 10, 4)
-    report.row(f"the GPU copies {gbps:.0f} GB/s, read and written", copy_gbps=gbps)
+    report.row(copy_gbps=gbps)
     why = ""
     for ranks in args.ranks:
         try:
@@ -225,10 +216,9 @@ def main() -> int:
         except AssertionError as failure:  # of a rank; the other numbers of ranks may still do
             print(failure, flush=True)
             why = str(failure).splitlines()[-1]
-            report.row(f"{ranks} threads: {why}", ranks=ranks, where="threads", failed=str(failure), wrong=1)
+            report.row(ranks=ranks, where="threads", failed=str(failure), wrong=1)
     for row in harness.start_ranks(2, two_processes, args.stand_in):
-        line = f"2 processes: {row['bytes']} B, {row['us']:.0f} us, {row['wrong']} wrong"
-        report.row(line, **row)
+        report.row(**row)
     return report.end(why)
 
 
