@@ -15,6 +15,8 @@ SOAK_SECONDS ?= 300
 PY := $(VENV)/bin/python
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 export MAX_JOBS ?= $(JOBS)
+# Tests start thousands of processes: each would compile the package and the test's module for itself.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help build demo test test-rest test-all conformance ecosystem lint docs compilers format stress aarch64 bench-micro \
   cuda gpu gpu-bundle soak soak-elastic wheel test-wheel test-readme clean distclean

@@ -203,8 +203,9 @@ def forking_context() -> Any:
     slow = ["torch", "torch.distributed.tensor", "torch._dynamo", "hypothesis", "pytest", "psutil", "rich.console"]
     groups = ["api", "groups.make", "groups.between_hosts", "plan.by_cost", "tuning", "operators"]
     ours = [f"ringreduce.{each}" for each in (*groups, "parameter_server", "data", "elastic")]
-    context.set_forkserver_preload([*slow, *ours, "fork_server"])
-    tests = str(ROOT / "tests")  # which the server's Python must find, and before 3.13 is not told
-    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])):
+    tests = ["distributed.harness", "fork_server"]
+    context.set_forkserver_preload([*slow, *ours, *tests])
+    folder = str(ROOT / "tests")  # which the server's Python must find, and before 3.13 is not told
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])):
         forkserver.ensure_running()
     return context
