@@ -109,27 +109,33 @@ def test_files_without_end_are_not_read(where: str, tmp_path: Path) -> None:
         assert path in said and "16 MiB" in said
 
 
-def test_brackets_nested_too_deeply_are_named(tmp_path: Path) -> None:
+def test_brackets_nested_too_deeply_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "deep.json"
     path.write_text("[" * 100_000)
-    assert "nested too deeply" in shell(f"$RR plan dgx1-v100 --calibration {path}")[1]
+    assert cli.main(["plan", "dgx1-v100", "--calibration", str(path)]) == 2
+    assert "nested too deeply" in capsys.readouterr().err
     with pytest.raises(ValueError, match="nested too deeply"):
         files.json_of(b'{"a":' * 100_000)
 
 
+def calibrate(log: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    code = cli.main(["calibrate", str(log), "dgx-a100", "--gpus", "0,1"])
+    return code, "".join(capsys.readouterr())
+
+
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
-def test_logs_in_every_encoding(encoding: str, tmp_path: Path) -> None:
+def test_logs_in_every_encoding(encoding: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "log"
     path.write_text(LOG, encoding=encoding)
-    code, said = shell(f"$RR calibrate {path} dgx-a100 --gpus 0,1")
+    code, said = calibrate(path, capsys)
     assert code == 0, said
     assert "efficiency" in said
 
 
-def test_logs_with_more_sizes_than_a_sweep_has(tmp_path: Path) -> None:
+def test_logs_with_more_sizes_than_a_sweep_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "log"
     path.write_text(LOG + "".join(f" {size} 1 1.0\n" for size in range(9, 99_999)))
-    code, said = shell(f"$RR calibrate {path} dgx-a100 --gpus 0,1")
+    code, said = calibrate(path, capsys)
     assert code == 2 and "at most 1000" in said
 
 
