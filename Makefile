@@ -232,11 +232,18 @@ export NO_NAMESPACES
 # On one host: what needs no other processes first, then real ranks and real faults.
 HERE := tests/unit tests/parameter_server tests/distributed tests/frameworks
 
-test: build $(VENV)/.test-tools
+# What tests have in C++, compiled before they run: tests/stand_in/build.py says what `all` adds.
+build/stand_in/.some build/stand_in/.all: build/stand_in/.%: $(VENV)/.built tests/stand_in/build.py \
+  $(shell find tests csrc/stress -name '*.cpp' -o -name '*.h')
+	@echo "[+] stand-ins for GPUs, and what else tests have in C++"
+	@$(PY) tests/stand_in/build.py build/stand_in $(filter all,$*)
+	@touch $@
+
+test: build $(VENV)/.test-tools build/stand_in/.some
 	@$(PYTEST) $(PARALLEL) -m "not slow" $(HERE)
 
 # What takes long: the slow tests, then those that change torch for the whole process, then those with networks.
-test-rest: build $(VENV)/.test-tools
+test-rest: build $(VENV)/.test-tools build/stand_in/.all
 	@$(PYTEST) $(PARALLEL) -m slow $(HERE); slow=$$?; \
 	echo; echo "== tests on device cuda: GPUs, or stand-ins =="; \
 	if $(PY) -c "$$CUDA_WITHOUT_GPU"; then $(PYTEST) $(PARALLEL) tests/gpu; gpu=$$?; else gpu=0; fi; \

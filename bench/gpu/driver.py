@@ -134,7 +134,9 @@ def image(stand_in: bool, capability: tuple[int, int], folder: Path) -> bytes:
         sys.path.insert(0, str(device.ROOT / "tests"))
         from stand_in import build
 
-        made = build.build(device.ROOT / "build/stand_in", {"probe.so": ["tests/stand_in/probe_kernels.cpp"]})
+        made = build.build(
+            device.ROOT / "build/stand_in", {"probe.so": build.Target(("tests/stand_in/probe_kernels.cpp",))}
+        )
         return f"so:{made / 'probe.so'}\0".encode()
     import build_cuda
 

@@ -9,8 +9,6 @@ from stand_in import build
 
 from ringreduce.plan import Plan, lower, slot_depth
 
-SOURCES = ["csrc/stress/interpreter_on_cpu.cpp", "csrc/engine/program.cpp"]
-SOURCES += [f"csrc/engine/gpu/{name}.cpp" for name in ("batches", "flat_program")]
 OPERATIONS = [
     *("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all"),
 ]
@@ -61,7 +59,7 @@ class GroupCall(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def interpreter() -> Any:
-    folder = build.build(build.ROOT / "build/stand_in", {"interpreter.so": SOURCES})
+    folder = build.build(build.ROOT / "build/stand_in", build.INTERPRETER)
     loaded = ctypes.CDLL(str(folder / "interpreter.so"))
     loaded.make_group.argtypes = [ctypes.c_uint32] * 4
     loaded.make_group.restype = ctypes.c_void_p

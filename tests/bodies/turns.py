@@ -11,8 +11,6 @@ from stand_in import build
 
 from ringreduce.plan import Plan, lower
 
-SOURCES = ["tests/unit/turns.cpp", "csrc/engine/program.cpp"]
-SOURCES += [f"csrc/engine/gpu/{name}.cpp" for name in ("batches", "turns")]
 OPERATIONS = ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather", "scatter", "all_to_all"]
 UNLIMITED = 1 << 20  # slots
 Place = tuple[int, int, int]  # rank, channel, step
@@ -21,7 +19,7 @@ Batches = dict[tuple[int, int], list[list[int]]]  # of each rank and channel: th
 
 @pytest.fixture(scope="module")
 def library() -> Any:
-    return ctypes.CDLL(str(build.build(build.ROOT / "build/stand_in", {"turns.so": SOURCES}) / "turns.so"))
+    return ctypes.CDLL(str(build.build(build.ROOT / "build/stand_in", build.TURNS) / "turns.so"))
 
 
 def places(plan: Plan, root: int) -> Iterator[Place]:

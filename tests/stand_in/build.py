@@ -1,9 +1,12 @@
-"""Builds the stand-in for the CUDA driver and the kernels it runs: `python tests/stand_in/build.py FOLDER`.
+"""Builds what tests have in C++, once: the stand-ins for CUDA, NCCL and torch's device, and what they call by ctypes.
 
-FOLDER then has libcuda.so.1, for RINGREDUCE_LIBCUDA, and kernels.so, for modules whose image is the text
-"so:FOLDER/kernels.so". Needs a C++20 compiler ($CXX, or c++) and nothing of Python's but its standard library. CXXFLAGS
-are added to all calls of the compiler. What is up to date stays as it is: processes that have it open go on. Sources in
-csrc that the extension has compiled already are not compiled again, unless CXXFLAGS ask for something else.
+    python tests/stand_in/build.py FOLDER [all]
+
+FOLDER then has libcuda.so.1, for RINGREDUCE_LIBCUDA, kernels.so, for modules whose image is the text
+"so:FOLDER/kernels.so", and the rest that `make test` needs; with `all` also what `make test-rest` does. Needs a C++20
+compiler ($CXX, or c++). CXXFLAGS are added to all calls of the compiler. What is up to date stays as it is: processes
+that have it open go on. Sources in csrc that the extension has compiled already are not compiled again, unless CXXFLAGS
+or the flags of the target ask for something else.
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,29 +33,89 @@ WARNINGS = ["-Wall", "-Wextra", *(["-Werror"] if os.environ.get("RINGREDUCE_WERR
 FLAGS = ["-std=c++20", "-O1", "-g1", *WARNINGS, "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread"]
 INCLUDES = [f"-I{ROOT / 'csrc'}", f"-I{STAND_IN}"]
 
+
+@dataclass(frozen=True)
+class Target:
+    sources: tuple[str, ...]
+    """Globs."""
+
+    flags: tuple[str, ...] = ()
+    """More of them, for compiling and for linking."""
+
+    libraries: tuple[str, ...] = ()
+
+
+Targets = dict[str, Target]
+
 LIBRARIES = {
-    "libcuda.so.1": ["tests/stand_in/libcuda/*.cpp"],
-    "kernels.so": ["tests/stand_in/interpreter_kernels.cpp"],
+    "libcuda.so.1": Target(("tests/stand_in/libcuda/*.cpp",)),
+    "kernels.so": Target(("tests/stand_in/interpreter_kernels.cpp",)),
 }
 DRIVER_TEST = {
-    "driver_test_kernels.so": ["tests/stand_in/driver/kernels.cpp"],
-    "driver_test": [
-        *(f"tests/stand_in/driver/{name}.cpp" for name in ("main", "one_process", "between_processes", "our_kernels")),
-        *("csrc/core/*.cpp", "csrc/cuda/*.cpp", "csrc/stress/plans.cpp", "csrc/engine/program.cpp"),
-        *("csrc/engine/gpu/batches.cpp", "csrc/engine/gpu/flat_program.cpp"),
-    ],
+    "driver_test_kernels.so": Target(("tests/stand_in/driver/kernels.cpp",)),
+    "driver_test": Target(
+        (
+            *(f"tests/stand_in/driver/{name}.cpp" for name in ("main", "one_process", "between_processes")),
+            *("tests/stand_in/driver/our_kernels.cpp", "csrc/core/*.cpp", "csrc/cuda/*.cpp", "csrc/stress/plans.cpp"),
+            *(f"csrc/engine/{name}.cpp" for name in ("program", "gpu/batches", "gpu/flat_program")),
+        )
+    ),
 }
 NCCL = {
-    "libnccl.so.2": ["tests/stand_in/libnccl.cpp", "csrc/cuda/driver.cpp"],
+    "libnccl.so.2": Target(("tests/stand_in/libnccl.cpp", "csrc/cuda/driver.cpp")),
 }
 NCCL_TEST = {
-    "libnccl_2_12.so": ["tests/stand_in/libnccl_2_12.cpp", "csrc/cuda/driver.cpp"],
-    "nccl_test": [
-        *("tests/stand_in/nccl_test.cpp", "csrc/stress/harness.cpp", "csrc/stress/plans.cpp"),
-        *(f"csrc/{part}/*.cpp" for part in ("core", "cuda", "nccl", "engine", "engine/gpu", "kernels", "kernels/gpu")),
-        "csrc/transport/*.cpp",
-    ],
+    "libnccl_2_12.so": Target(("tests/stand_in/libnccl_2_12.cpp", "csrc/cuda/driver.cpp")),
+    "nccl_test": Target(
+        (
+            *("tests/stand_in/nccl_test.cpp", "csrc/stress/harness.cpp", "csrc/stress/plans.cpp"),
+            *(f"csrc/{part}/*.cpp" for part in ("core", "cuda", "nccl", "engine", "engine/gpu", "kernels")),
+            *("csrc/kernels/gpu/*.cpp", "csrc/transport/*.cpp"),
+        )
+    ),
 }
+INTERPRETER = {
+    "interpreter.so": Target(
+        (
+            *("csrc/stress/interpreter_on_cpu.cpp", "csrc/engine/program.cpp"),
+            *(f"csrc/engine/gpu/{name}.cpp" for name in ("batches", "flat_program")),
+        )
+    ),
+}
+TURNS = {
+    "turns.so": Target(
+        (
+            *("tests/unit/turns.cpp", "csrc/engine/program.cpp"),
+            *(f"csrc/engine/gpu/{name}.cpp" for name in ("batches", "turns")),
+        )
+    ),
+}
+GPU_KERNELS = {
+    # An address that is not aligned as the access to it demands ends the program.
+    "gpu_kernels.so": Target(
+        ("tests/unit/gpu_kernels.cpp", "csrc/kernels/gpu/accumulate.cpp"),
+        ("-std=c++17", "-fvisibility=default", "-fno-strict-aliasing", "-fsanitize=undefined", "-fno-sanitize-recover"),
+    ),
+}
+
+
+@functools.cache
+def torch_cuda() -> Targets:
+    """The stand-in for torch's device, for the torch that is here."""
+    import torch
+    from torch.utils import cpp_extension
+
+    system = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
+    return {
+        "torch_cuda_stand_in.so": Target(
+            ("tests/stand_in/torch_cuda.cpp", "csrc/cuda/device.cpp", "csrc/cuda/driver.cpp"),
+            (f"-DBUILT_FOR_TORCH={torch.__version__}", *(f"-isystem{path}" for path in system)),
+            (
+                *(f"-L{path}" for path in cpp_extension.library_paths()),
+                *("-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"),
+            ),
+        )
+    }
 
 
 @functools.cache
@@ -60,36 +125,43 @@ def compiler() -> list[str]:
     return [*shlex.split(named), *FLAGS, *shlex.split(os.environ.get("CXXFLAGS", ""))]
 
 
-def build(folder: Path, targets: dict[str, list[str]] = LIBRARIES) -> Path:
-    """Makes `targets` (the sources of each file to make, as globs) in `folder`, and returns it.
+def build(folder: Path, targets: Targets = LIBRARIES) -> Path:
+    """Makes `targets` in `folder`, and returns it.
 
     Raises subprocess.CalledProcessError where something does not compile; the compiler has then said why.
     """
     folder = folder.resolve()
     objects = folder / "objects"
     objects.mkdir(parents=True, exist_ok=True)
-    parts = {name: [path for glob in globs for path in sorted(ROOT.glob(glob))] for name, globs in targets.items()}
+    parts = {
+        name: [(path, target.flags) for glob in target.sources for path in sorted(ROOT.glob(glob))]
+        for name, target in targets.items()
+    }
     with (objects / "lock").open("w") as lock, ThreadPoolExecutor(os.cpu_count()) as threads:
         fcntl.flock(lock, fcntl.LOCK_EX)
         sources = {source for sources in parts.values() for source in sources}
-        compiling = {source: threads.submit(_compile, source, objects) for source in sources}
+        compiling = {source: threads.submit(_compile, *source, objects) for source in sources}
         for name, of_one in parts.items():
             linked = [compiling[source].result() for source in of_one]
-            kind = ["-shared"] if ".so" in name else []
-            _make(folder / name, [*compiler(), *kind, *map(str, linked), "-ldl"], objects, lambda linked=linked: linked)
+            kind = [*targets[name].flags, *(["-shared"] if ".so" in name else [])]
+            libraries = [*targets[name].libraries, "-ldl"]
+            command = [*compiler(), *kind, *map(str, linked), *libraries]
+            _make(folder / name, command, objects, lambda linked=linked: linked)
     return folder
 
 
-def _compile(source: Path, objects: Path) -> Path:
-    if (compiled := _of_extension(source)) and not os.environ.get("CXXFLAGS"):
+def _compile(source: Path, flags: tuple[str, ...], objects: Path) -> Path:
+    if not flags and not os.environ.get("CXXFLAGS") and (compiled := _of_extension(source)):
         return compiled
     name = "-".join(source.relative_to(ROOT).with_suffix("").parts)
+    if flags:
+        name += f"-{hashlib.sha256(' '.join(flags).encode()).hexdigest()[:8]}"
     depends = objects / f"{name}.d"
 
     def inputs() -> list[Path]:  # depends: "target: source header \\ header ..."
         return [Path(word) for word in depends.read_text().partition(":")[2].replace("\\\n", " ").split()]
 
-    command = [*compiler(), *INCLUDES, "-MMD", "-MF", str(depends), "-c", str(source)]
+    command = [*compiler(), *flags, *INCLUDES, "-MMD", "-MF", str(depends), "-c", str(source)]
     _make(objects / f"{name}.o", command, objects, inputs)
     return objects / f"{name}.o"
 
@@ -132,6 +204,9 @@ def _version() -> str:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python tests/stand_in/build.py FOLDER")
-    print(build(Path(sys.argv[1])))
+    if sys.argv[2:] not in ([], ["all"]) or len(sys.argv) < 2:
+        sys.exit("usage: python tests/stand_in/build.py FOLDER [all]")
+    wanted: Targets = LIBRARIES | INTERPRETER | TURNS | GPU_KERNELS
+    if sys.argv[2:]:
+        wanted |= DRIVER_TEST | NCCL | NCCL_TEST | torch_cuda()
+    build(Path(sys.argv[1]), wanted)

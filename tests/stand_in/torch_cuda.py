@@ -10,29 +10,18 @@ and a GPU, `activate` does nothing and `delay` delays the GPU, so tests need not
 from __future__ import annotations
 
 import atexit
-import fcntl
-import hashlib
 import importlib.machinery
 import importlib.util
 import os
-import shlex
-import shutil
-import subprocess
-import sys
-import sysconfig
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from stand_in import build as stand_in
-from torch.utils import cpp_extension
 
 from ringreduce.gpu import kernels
-
-ROOT = Path(__file__).resolve().parents[2]
-SOURCES = [ROOT / "tests/stand_in/torch_cuda.cpp", ROOT / "csrc/cuda/device.cpp", ROOT / "csrc/cuda/driver.cpp"]
 
 _stand_in: Any = None
 
@@ -43,8 +32,8 @@ def activate() -> None:
     if torch.version.cuda is not None or _stand_in is not None:
         return
     folder = build()
-    os.environ["RINGREDUCE_LIBCUDA"] = str(folder.parent / "libcuda.so.1")
-    kernels.image = lambda *_, **__: f"so:{folder.parent / 'kernels.so'}\0".encode()  # type: ignore[assignment]
+    os.environ["RINGREDUCE_LIBCUDA"] = str(folder / "libcuda.so.1")
+    kernels.image = lambda *_, **__: f"so:{folder / 'kernels.so'}\0".encode()  # type: ignore[assignment]
     _stand_in = _load(folder / "torch_cuda_stand_in.so")
     _patch(_stand_in)
     # Streams that still run while the process takes itself apart would use what is gone.
@@ -66,44 +55,8 @@ def activated(me: Any, function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def build() -> Path:
-    """The folder with libcuda.so.1, kernels.so and torch_cuda_stand_in.so, made anew when a source or torch has
-    changed."""
-    stand_ins = stand_in.build(ROOT / "build/stand_in")
-    key = hashlib.sha256(f"{torch.__version__} {sys.version}".encode())
-    for source in sorted(
-        [*SOURCES, *(ROOT / "csrc/cuda").glob("*.h"), ROOT / "tests/stand_in/kernel.h", ROOT / "csrc/core/error.h"]
-    ):
-        key.update(source.read_bytes())
-    folder = stand_ins / key.hexdigest()[:16]
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        system = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
-        libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
-        libraries += ["-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
-        _compile(folder / "torch_cuda_stand_in.so", SOURCES, [f"-isystem{path}" for path in system], libraries)
-    return folder
-
-
-def _compile(target: Path, sources: list[Path], flags: Sequence[str] = (), libraries: Sequence[str] = ()) -> None:
-    if target.exists():
-        return
-    ccache = ["ccache"] if "CXX" not in os.environ and shutil.which("ccache") else []
-    compiler = [*ccache, *shlex.split(os.environ.get("CXX", "c++")), "-std=c++20", "-O1", *stand_in.WARNINGS]
-    compiler += [
-        "-pthread",
-        "-fPIC",
-        "-fvisibility=hidden",
-        f"-I{ROOT / 'csrc'}",
-        f"-I{ROOT / 'tests/stand_in'}",
-        *flags,
-    ]
-    objects = [target.parent / f"{source.stem}.o" for source in sources]
-    for source, compiled in zip(sources, objects, strict=True):
-        subprocess.run([*compiler, "-c", source, "-o", compiled], check=True)
-    unfinished = target.with_suffix(".unfinished")
-    subprocess.run([*compiler[len(ccache) :], "-shared", *objects, *libraries, "-o", unfinished], check=True)
-    unfinished.rename(target)
+    """The folder with libcuda.so.1, kernels.so and torch_cuda_stand_in.so."""
+    return stand_in.build(stand_in.ROOT / "build/stand_in", stand_in.LIBRARIES | stand_in.torch_cuda())
 
 
 def _load(path: Path) -> Any:

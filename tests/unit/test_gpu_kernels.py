@@ -1,21 +1,16 @@
 """The bodies of the GPU's accumulate kernels run on the CPU, against NumPy, torch and the CPU's kernels.
 
-They are compiled once a session by the C++ compiler, with its checks of undefined behaviour: an address that is not
-aligned as the access to it demands ends the program. What only a GPU runs, the kernels' launch and the conversions of
-narrow floats by instruction, is not tested here.
+They are compiled by the C++ compiler, with its checks of undefined behaviour. What only a GPU runs, the kernels' launch
+and the conversions of narrow floats by instruction, is not tested here.
 """
 
 import ctypes
 import itertools
-import os
-import shlex
-import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from stand_in.build import WARNINGS
+from stand_in import build
 from unit.elements import (
     CASES,
     COMPLEX,
@@ -38,11 +33,6 @@ from unit.elements import (
 
 from ringreduce import _C
 
-ROOT = Path(__file__).parents[2]
-FLAGS = (
-    f"-std=c++17 -O1 -fPIC -shared {' '.join(WARNINGS)} -ffp-contract=off -fno-strict-aliasing "
-    "-fsanitize=undefined -fno-sanitize-recover=all"
-)
 MOST_SOURCES = 64
 THREADS = [1, 7, 256, 1000]
 
@@ -64,14 +54,10 @@ class Job(ctypes.Structure):
     )
 
 
-@pytest.fixture(scope="session")
-def gpu(tmp_path_factory):
-    sources = [ROOT / "tests/unit/gpu_kernels.cpp", ROOT / "csrc/kernels/gpu/accumulate.cpp"]
-    compiler = shlex.split(os.environ.get("CXX", "c++"))
-    target = tmp_path_factory.mktemp("gpu_kernels") / "gpu_kernels.so"
-    command = [*compiler, *FLAGS.split(), f"-I{ROOT / 'csrc'}", *map(str, sources), "-o", str(target)]
-    subprocess.run(command, check=True)
-    found = ctypes.CDLL(str(target))
+@pytest.fixture(scope="module")
+def gpu():
+    folder = build.build(build.ROOT / "build/stand_in", build.GPU_KERNELS)
+    found = ctypes.CDLL(str(folder / "gpu_kernels.so"))
     found.run.argtypes = (ctypes.c_char_p, ctypes.POINTER(Job), ctypes.c_uint64, ctypes.c_uint)
     found.run.restype = ctypes.c_bool
     found.kernel.argtypes = (ctypes.c_size_t,)
