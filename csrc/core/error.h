@@ -2,6 +2,8 @@
 // into the exception class of `ringreduce.errors`.
 #pragma once
 
+#include <exception>
+#include <new>
 #include <stdexcept>
 #include <string>
 
@@ -31,5 +33,11 @@ class Error : public std::runtime_error {
   ErrorKind kind_;
   int culprit_;
 };
+
+// What a rank tells the others of an exception that is no Error.
+inline std::string reason(const std::exception& thrown) {
+  if (dynamic_cast<const std::bad_alloc*>(&thrown) == nullptr) return thrown.what();
+  return "memory ran out: free some, or start fewer processes on this host (RLIMIT_AS and a cgroup's memory count too)";
+}
 
 }  // namespace ringreduce

@@ -25,24 +25,11 @@ class Completions {
  public:
   ~Completions() { stop(); }
 
-  // Runs `callback`, which must not throw, in another thread; in this one after stop(), or if no thread can be had.
-  void post(std::function<void()> callback) {
-    {
-      std::lock_guard lock(shared_->mutex);
-      if (!shared_->stopping) {
-        for (const std::thread::id id : std::exchange(shared_->ended, {})) {
-          const auto ended = std::find_if(threads_.begin(), threads_.end(), [&](auto& t) { return t.get_id() == id; });
-          ended->join();
-          threads_.erase(ended);
-        }
-        if (start_one_if_needed()) {
-          shared_->posted.push_back(std::move(callback));
-          callback = nullptr;
-        }
-      }
-    }
-    if (callback) return callback();
-    shared_->came.notify_one();
+  // Runs `given`, which must not throw, in another thread; in this one after stop(), or if no thread, or no memory for
+  // handing it over, can be had.
+  template <class F>
+  void post(F given) {
+    if (!hand_over(given)) given();
   }
 
   // Returns when no callback runs or waits. Not to be called by a callback.
@@ -82,16 +69,28 @@ class Completions {
   }
 
  private:
-  // Whether a thread will be free for one more callback.
-  bool start_one_if_needed() {
-    if (shared_->posted.size() < shared_->free) return true;
-    try {
-      threads_.push_back(start_thread([shared = shared_] { shared->drive(); }));
-    } catch (const Error&) {
-      return false;
+  // Whether another thread will run it.
+  template <class F>
+  bool hand_over(const F& given) try {
+    {
+      std::lock_guard lock(shared_->mutex);
+      if (shared_->stopping) return false;
+      for (const std::thread::id id : std::exchange(shared_->ended, {})) {
+        const auto ended = std::find_if(threads_.begin(), threads_.end(), [&](auto& t) { return t.get_id() == id; });
+        ended->join();
+        threads_.erase(ended);
+      }
+      if (shared_->posted.size() >= shared_->free) {
+        threads_.reserve(threads_.size() + 1);  // a thread that has started must find its place
+        threads_.push_back(start_thread([shared = shared_] { shared->drive(); }));
+        ++shared_->threads;
+      }
+      shared_->posted.emplace_back(given);
     }
-    ++shared_->threads;
+    shared_->came.notify_one();
     return true;
+  } catch (const std::exception&) {
+    return false;
   }
 
   struct Detached {

@@ -161,7 +161,7 @@ class Engine {
   // that error, so that no peer waits for this rank.
   template <class F>
   decltype(auto) or_tell_the_others(const Call& call, F f) {
-    const auto tell = [&](ErrorKind kind, const char* why, int culprit) {
+    const auto tell = [&](ErrorKind kind, const std::string& why, int culprit) {
       fail(Error(kind, title(call, sequence_ + 1) + ": " + why, culprit >= 0 ? culprit : rank_));
     };
     try {
@@ -170,7 +170,7 @@ class Engine {
       if (error.kind() != ErrorKind::invalid_argument) tell(error.kind(), error.what(), error.culprit());
       throw;
     } catch (const std::exception& error) {  // out of memory
-      tell(ErrorKind::system, error.what(), rank_);
+      tell(ErrorKind::system, reason(error), rank_);
       throw;
     }
   }

@@ -83,7 +83,7 @@ void Mailbox::post(const std::shared_ptr<Message>& message) {
 
 // Moves messages until `ends()`, which is asked under the lock. `check` is called without it.
 template <class Ends, class Check>
-void Mailbox::move_until(std::unique_lock<std::mutex>& lock, Ends ends, Check check) {
+void Mailbox::move_until(std::unique_lock<std::mutex>& lock, Ends ends, Check check) try {
   Waiting waiting(team_->control(team_->rank()).for_messages, patience_, team_->links());
   for (bool ended = false; !ended; lock.lock()) {
     const bool moved = progress();
@@ -97,6 +97,13 @@ void Mailbox::move_until(std::unique_lock<std::mutex>& lock, Ends ends, Check ch
     else if (!ended)
       waiting.idle(kAwaitsAll, check);
   }
+} catch (const Error&) {
+  throw;
+} catch (const std::exception& error) {  // out of memory: the peers must not wait for this rank
+  const Error told(ErrorKind::system, "messages of " + team_->fate().number(team_->rank()) + ": " + reason(error),
+                   team_->rank());
+  team_->fate().abort(told);
+  throw told;
 }
 
 void Mailbox::wait(const std::shared_ptr<Message>& message, Nanoseconds patience) {
@@ -120,7 +127,11 @@ void Mailbox::drive() {
   while (true) {
     work_.wait(lock, [&] { return stopping_ || !all_.empty() || !finished_.empty(); });
     if (stopping_) return;
-    move_until(lock, [&] { return stopping_ || all_.empty(); }, [&](Nanoseconds) { look(); });
+    try {
+      move_until(lock, [&] { return stopping_ || all_.empty(); }, [&](Nanoseconds) { look(); });
+    } catch (const Error&) {  // the group has it, and it will end the messages
+      if (!lock.owns_lock()) lock.lock();
+    }
   }
 }
 
@@ -239,7 +250,7 @@ bool Mailbox::progress() {
   } catch (const Error& error) {
     team_->fate().abort(error);  // check() ends all messages
   } catch (const std::exception& error) {
-    team_->fate().abort(Error(ErrorKind::system, std::string("receiving a message: ") + error.what(), team_->rank()));
+    team_->fate().abort(Error(ErrorKind::system, "receiving a message: " + reason(error), team_->rank()));
   }
   if (moved) standstill_.restart();
   return moved;

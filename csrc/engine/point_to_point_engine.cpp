@@ -88,7 +88,7 @@ Tally PointToPointEngine::run(const Call& asked, const Buffers& given) {
     wire_->throw_if_aborted();  // the group's first error, which need not be this one
     throw;
   } catch (const std::exception& error) {  // out of memory: the peers must not wait for this rank
-    wire_->abort(Error(ErrorKind::system, what + ": " + error.what(), rank()));
+    wire_->abort(Error(ErrorKind::system, what + ": " + reason(error), rank()));
     throw;
   }
 }

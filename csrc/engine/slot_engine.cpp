@@ -123,7 +123,7 @@ Tally SlotEngine::run(const Call& call, const Buffers& buffers) {
     team_->fate().throw_if_aborted();  // the group's first error, which need not be this one
     throw;
   } catch (const std::exception& error) {  // out of memory: the peers must not wait for this rank
-    fail(Error(ErrorKind::system, title(call, seq) + ": " + error.what(), team_->rank()));
+    fail(Error(ErrorKind::system, title(call, seq) + ": " + reason(error), team_->rank()));
     throw;
   }
   if (prepared.rests) call.feedback->put(prepared.rounding, std::move(*prepared.rests));

@@ -164,12 +164,12 @@ std::uint64_t CallLog::begin(const Call& call, at::TensorList inputs, at::Tensor
   };
   const std::uint64_t bytes = std::max(bytes_of(inputs), bytes_of(outputs));
   std::lock_guard lock(mutex_);
+  if (entries_.size() < capacity_ && next_id_ == entries_.size()) entries_.emplace_back();  // first: it may throw
   Counters& counters = counters_[static_cast<std::size_t>(call.type) % kTypes];
   ++counters.calls;
   counters.bytes += bytes;
   const std::uint64_t id = next_id_++;
   if (capacity_ == 0) return id;
-  if (entries_.size() < capacity_ && id == entries_.size()) entries_.emplace_back();
   Entry& entry = entries_[id % capacity_];
   entry.call = call;
   entry.id = id;

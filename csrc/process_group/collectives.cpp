@@ -218,124 +218,132 @@ c10::intrusive_ptr<Work> ProcessGroupRing::call(const Collective& collective, co
 
 bool ProcessGroupRing::call_now(const Collective& collective, const at::Tensor& output, const at::Tensor& input,
                                 bool tells_autograd) {
-  constexpr std::size_t kMostBlocks = 64;
-  const auto suits = [](const at::Tensor& t) { return t.is_cpu() && has_memory(t) && is_plain(t); };
-  const bool in_place = !collective.flat_input && !collective.flat_output;  // one tensor is both
-  if (!suits(output) || (!in_place && !suits(input))) return false;
-  if (collective.op != nullptr && *collective.op == c10d::ReduceOp::PREMUL_SUM) return false;
-  if (at::hasCallbacks() || shared_->hooked || shared_->timing) return false;
-  if (collective.root < 0 || collective.root >= getSize()) return false;
-  const auto size = static_cast<std::size_t>(getSize());
-  const std::size_t ins = collective.flat_input ? size : 1, outs = collective.flat_output ? size : 1;
-  const std::size_t element = collective.own_op ? collective.own_op->element_bytes : input.element_size();
-  const std::size_t count = input.nbytes() / (element * ins);
-  auto* const from = static_cast<std::byte*>(input.mutable_data_ptr());
-  auto* const to = static_cast<std::byte*>(output.mutable_data_ptr());
-  if (!in_place && (size > kMostBlocks || output.scalar_type() != input.scalar_type() ||
-                    static_cast<std::size_t>(input.numel()) != count * ins ||
-                    static_cast<std::size_t>(output.numel()) != count * outs ||
-                    overlap(from, count * ins * element, to, count * outs * element)))
-    return false;
+  return heard(name(collective.operation).data(), [&] {
+    constexpr std::size_t kMostBlocks = 64;
+    const auto suits = [](const at::Tensor& t) { return t.is_cpu() && has_memory(t) && is_plain(t); };
+    const bool in_place = !collective.flat_input && !collective.flat_output;  // one tensor is both
+    if (!suits(output) || (!in_place && !suits(input))) return false;
+    if (collective.op != nullptr && *collective.op == c10d::ReduceOp::PREMUL_SUM) return false;
+    if (at::hasCallbacks() || shared_->hooked || shared_->timing) return false;
+    if (collective.root < 0 || collective.root >= getSize()) return false;
+    const auto size = static_cast<std::size_t>(getSize());
+    const std::size_t ins = collective.flat_input ? size : 1, outs = collective.flat_output ? size : 1;
+    const std::size_t element = collective.own_op ? collective.own_op->element_bytes : input.element_size();
+    const std::size_t count = input.nbytes() / (element * ins);
+    auto* const from = static_cast<std::byte*>(input.mutable_data_ptr());
+    auto* const to = static_cast<std::byte*>(output.mutable_data_ptr());
+    if (!in_place && (size > kMostBlocks || output.scalar_type() != input.scalar_type() ||
+                      static_cast<std::size_t>(input.numel()) != count * ins ||
+                      static_cast<std::size_t>(output.numel()) != count * outs ||
+                      overlap(from, count * ins * element, to, count * outs * element)))
+      return false;
 
-  Call call;
-  call.operation = collective.operation;
-  call.root = collective.root;
-  call.dtype = dtype_of(input.scalar_type(), name(call.operation).data());
-  if (collective.op != nullptr) call.reduce_op = reduce_op_of(*collective.op);
-  call.packing = packing_of(call);
-  call.count = call.largest = count;
-  if (collective.own_op) set_operator(call, *collective.own_op, count);
-  call.timeout = nanoseconds(timeout_or_default(collective.timeout));
-  Engine::check(call, getSize());
-  std::array<std::byte*, kMostBlocks> input_blocks, output_blocks;
-  std::array<std::size_t, kMostBlocks> counts;
-  for (std::size_t b = 0; b < std::max(ins, outs); ++b) {
-    input_blocks[b] = from + b * count * element;
-    output_blocks[b] = to + b * count * element;
-    counts[b] = count;
-  }
-  const Buffers buffers{{{input_blocks.data(), ins}, {counts.data(), ins}},
-                        {{output_blocks.data(), outs}, {counts.data(), outs}}};
-
-  if (tells_autograd && !output.is_inference()) output.unsafeGetTensorImpl()->bump_version();
-  const CallLog::Call listed = begin_call(collective);
-  call.number = listed.sequence;
-  CallLog& log = *shared_->log;
-  CallQueue::Turn turn(shared_->queue);
-  const std::uint64_t id = log.begin(listed, input, output, turn.came());
-  Tally tally;
-  try {
-    if (!turn.came()) {
-      turn.await();
-      log.start(id);
+    Call call;
+    call.operation = collective.operation;
+    call.root = collective.root;
+    call.dtype = dtype_of(input.scalar_type(), name(call.operation).data());
+    if (collective.op != nullptr) call.reduce_op = reduce_op_of(*collective.op);
+    call.packing = packing_of(call);
+    call.count = call.largest = count;
+    if (collective.own_op) set_operator(call, *collective.own_op, count);
+    call.timeout = nanoseconds(timeout_or_default(collective.timeout));
+    Engine::check(call, getSize());
+    std::array<std::byte*, kMostBlocks> input_blocks, output_blocks;
+    std::array<std::size_t, kMostBlocks> counts;
+    for (std::size_t b = 0; b < std::max(ins, outs); ++b) {
+      input_blocks[b] = from + b * count * element;
+      output_blocks[b] = to + b * count * element;
+      counts[b] = count;
     }
-    tally = running_->engine->run(call, buffers);
-  } catch (...) {
-    log.end(id, collective.type, false, tally);
-    shared_->completions.post([shared = shared_] { shared->work_failed(); });
-    throw;
-  }
-  log.end(id, collective.type, true, tally);
-  return true;
+    const Buffers buffers{{{input_blocks.data(), ins}, {counts.data(), ins}},
+                          {{output_blocks.data(), outs}, {counts.data(), outs}}};
+
+    if (tells_autograd && !output.is_inference()) output.unsafeGetTensorImpl()->bump_version();
+    const CallLog::Call listed = begin_call(collective);
+    call.number = listed.sequence;
+    CallLog& log = *shared_->log;
+    CallQueue::Turn turn(shared_->queue);
+    const std::uint64_t id = log.begin(listed, input, output, turn.came());
+    Tally tally;
+    try {
+      if (!turn.came()) {
+        turn.await();
+        log.start(id);
+      }
+      tally = running_->engine->run(call, buffers);
+    } catch (...) {
+      log.end(id, collective.type, false, tally);
+      shared_->completions.post([shared = shared_] { shared->work_failed(); });
+      throw;
+    }
+    log.end(id, collective.type, true, tally);
+    return true;
+  });
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::allreduce(TensorList& tensors, const c10d::AllreduceOptions& opts) {
-  const at::Tensor& tensor = only(tensors, "all_reduce");
-  if (tensor.layout() == at::kSparse) return allreduce_sparse(tensors, opts);
-  return call(asked(OpType::ALLREDUCE, Operation::all_reduce, opts), tensor, tensor);
+  return heard("all_reduce", [&]() -> c10::intrusive_ptr<Work> {
+    const at::Tensor& tensor = only(tensors, "all_reduce");
+    if (tensor.layout() == at::kSparse) return allreduce_sparse(tensors, opts);
+    return call(asked(OpType::ALLREDUCE, Operation::all_reduce, opts), tensor, tensor);
+  });
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::allreduce_packed(TensorList& tensors, std::optional<Packing> packing,
                                                             std::shared_ptr<Feedback> feedback,
                                                             const c10d::AllreduceOptions& opts) {
-  const at::Tensor& tensor = only(tensors, "all_reduce");
-  const at::ScalarType type = tensor.scalar_type();
-  if (!tensor.is_cpu() || (type != at::kFloat && type != at::kHalf && type != at::kBFloat16))
-    invalid("all_reduce: tensor has dtype ", type, " and is on ", tensor.device(),
-            "; with wire_dtype or feedback it must be float32, float16 or bfloat16, on the CPU");
-  check_tensor(tensor, "all_reduce");
-  check_outputs({tensor}, "all_reduce");
-  const Packing asked_for = packing.value_or(settings_.packing);
-  if (running_->wire && (asked_for != Packing::none || feedback != nullptr))
-    invalid("all_reduce: wire_dtype is '", name(asked_for), "'", feedback != nullptr ? ", with feedback" : "",
-            ", and the group's transport is 'gloo', which sends float32 as it is; leave these arguments out, or make "
-            "the group with transport='auto' or 'tcp'");
-  if (feedback != nullptr && opts.reduceOp != c10d::ReduceOp::SUM && opts.reduceOp != c10d::ReduceOp::AVG)
-    invalid(
-        "all_reduce: op is no sum; what rounding cuts off a SUM or an AVG can be added later, so leave out feedback");
-  const at::NoGradGuard no_grad;
-  const at::Tensor wide = tensor.to(at::kFloat);
-  const Collective collective = asked(OpType::ALLREDUCE, Operation::all_reduce, opts);
-  std::vector<Job> only_job;
-  only_job.push_back(job(collective, {wide}, {wide}));
-  Job& job = only_job.back();
-  job.targets = {tensor};
-  if (packing) job.call.packing = *packing;
-  job.feedback = std::move(feedback);
-  job.call.feedback = job.feedback.get();
-  return submit(collective, std::move(only_job));
+  return heard("all_reduce", [&]() -> c10::intrusive_ptr<Work> {
+    const at::Tensor& tensor = only(tensors, "all_reduce");
+    const at::ScalarType type = tensor.scalar_type();
+    if (!tensor.is_cpu() || (type != at::kFloat && type != at::kHalf && type != at::kBFloat16))
+      invalid("all_reduce: tensor has dtype ", type, " and is on ", tensor.device(),
+              "; with wire_dtype or feedback it must be float32, float16 or bfloat16, on the CPU");
+    check_tensor(tensor, "all_reduce");
+    check_outputs({tensor}, "all_reduce");
+    const Packing asked_for = packing.value_or(settings_.packing);
+    if (running_->wire && (asked_for != Packing::none || feedback != nullptr))
+      invalid("all_reduce: wire_dtype is '", name(asked_for), "'", feedback != nullptr ? ", with feedback" : "",
+              ", and the group's transport is 'gloo', which sends float32 as it is; leave these arguments out, or make "
+              "the group with transport='auto' or 'tcp'");
+    if (feedback != nullptr && opts.reduceOp != c10d::ReduceOp::SUM && opts.reduceOp != c10d::ReduceOp::AVG)
+      invalid(
+          "all_reduce: op is no sum; what rounding cuts off a SUM or an AVG can be added later, so leave out feedback");
+    const at::NoGradGuard no_grad;
+    const at::Tensor wide = tensor.to(at::kFloat);
+    const Collective collective = asked(OpType::ALLREDUCE, Operation::all_reduce, opts);
+    std::vector<Job> only_job;
+    only_job.push_back(job(collective, {wide}, {wide}));
+    Job& job = only_job.back();
+    job.targets = {tensor};
+    if (packing) job.call.packing = *packing;
+    job.feedback = std::move(feedback);
+    job.call.feedback = job.feedback.get();
+    return submit(collective, std::move(only_job));
+  });
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::allreduce_coalesced(TensorList& given,
                                                                const c10d::AllreduceCoalescedOptions& opts) {
-  TensorList tensors = given;
-  copy_repeated(tensors);
-  const Collective collective = asked(OpType::ALLREDUCE_COALESCED, Operation::all_reduce, opts);
-  if (!tensors.empty() && device_of(tensors, {}, "all_reduce_coalesced").is_cuda())
-    return submit_each(collective, tensors, tensors);
-  Fusion fusion(tensors);
-  std::vector<Job> jobs;  // one a bundle
-  for (const Fusion::Bundle& bundle : fusion.bundles()) {
-    const at::Tensor& first = fusion.tensors()[bundle.first];
-    jobs.push_back(job(collective, {first}, {first}));
-    Call& call = jobs.back().call;
-    call.count = call.largest = bundle.count;
-    if (tensors.size() > 1) call.shape = fusion.shape();
-  }
-  return take_turn(collective, tensors, tensors,
-                   [this, fusion = std::move(fusion), jobs = std::move(jobs)](std::uint64_t number) mutable {
-                     return sum_fused(fusion, jobs, number);
-                   });
+  return heard("all_reduce_coalesced", [&]() -> c10::intrusive_ptr<Work> {
+    TensorList tensors = given;
+    copy_repeated(tensors);
+    const Collective collective = asked(OpType::ALLREDUCE_COALESCED, Operation::all_reduce, opts);
+    if (!tensors.empty() && device_of(tensors, {}, "all_reduce_coalesced").is_cuda())
+      return submit_each(collective, tensors, tensors);
+    Fusion fusion(tensors);
+    std::vector<Job> jobs;  // one a bundle
+    for (const Fusion::Bundle& bundle : fusion.bundles()) {
+      const at::Tensor& first = fusion.tensors()[bundle.first];
+      jobs.push_back(job(collective, {first}, {first}));
+      Call& call = jobs.back().call;
+      call.count = call.largest = bundle.count;
+      if (tensors.size() > 1) call.shape = fusion.shape();
+    }
+    return take_turn(collective, tensors, tensors,
+                     [this, fusion = std::move(fusion), jobs = std::move(jobs)](std::uint64_t number) mutable {
+                       return sum_fused(fusion, jobs, number);
+                     });
+  });
 }
 
 // Bundles of several tensors go through memory of the group's; calls take turns, so that there is only one of it.
@@ -413,126 +421,150 @@ Tally ProcessGroupRing::sum_sparse(const at::Tensor& tensor, const Collective& c
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::broadcast(TensorList& tensors, const c10d::BroadcastOptions& opts) {
-  const at::Tensor& tensor = only(tensors, "broadcast");
-  return call(asked(OpType::BROADCAST, Operation::broadcast, opts), tensor, tensor);
+  return heard("broadcast", [&]() -> c10::intrusive_ptr<Work> {
+    const at::Tensor& tensor = only(tensors, "broadcast");
+    return call(asked(OpType::BROADCAST, Operation::broadcast, opts), tensor, tensor);
+  });
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::reduce(TensorList& tensors, const c10d::ReduceOptions& opts) {
-  const at::Tensor& tensor = only(tensors, "reduce");
-  return call(asked(OpType::REDUCE, Operation::reduce, opts), tensor, tensor);
+  return heard("reduce", [&]() -> c10::intrusive_ptr<Work> {
+    const at::Tensor& tensor = only(tensors, "reduce");
+    return call(asked(OpType::REDUCE, Operation::reduce, opts), tensor, tensor);
+  });
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::allgather(std::vector<TensorList>& outputs, TensorList& inputs,
                                                      const c10d::AllgatherOptions& opts) {
-  const at::Tensor& input = only(inputs, "all_gather");
-  check_list("all_gather: output_tensors", outputs.size(), 1);
-  check_list("all_gather: tensor_list", outputs[0].size(), getSize());
-  return submit(asked(OpType::ALLGATHER, Operation::all_gather, opts), {input}, outputs[0]);
+  return heard("all_gather", [&]() -> c10::intrusive_ptr<Work> {
+    const at::Tensor& input = only(inputs, "all_gather");
+    check_list("all_gather: output_tensors", outputs.size(), 1);
+    check_list("all_gather: tensor_list", outputs[0].size(), getSize());
+    return submit(asked(OpType::ALLGATHER, Operation::all_gather, opts), {input}, outputs[0]);
+  });
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::allgather_coalesced(std::vector<TensorList>& outputs, TensorList& inputs,
                                                                const c10d::AllgatherOptions& opts) {
-  const Collective collective = asked(OpType::ALLGATHER_COALESCED, Operation::all_gather, opts);
-  check_list("all_gather_coalesced: output_tensor_lists", outputs.size(), getSize());
-  for (const TensorList& of_rank : outputs) check_pairs(collective, of_rank, inputs);
-  std::vector<Job> jobs;
-  for (std::size_t i = 0; i < inputs.size(); ++i) {
-    TensorList blocks;
-    for (const TensorList& of_rank : outputs) blocks.push_back(of_rank[i]);
-    jobs.push_back(job(collective, {inputs[i]}, blocks));
-  }
-  return submit(collective, std::move(jobs));
+  return heard("all_gather_coalesced", [&]() -> c10::intrusive_ptr<Work> {
+    const Collective collective = asked(OpType::ALLGATHER_COALESCED, Operation::all_gather, opts);
+    check_list("all_gather_coalesced: output_tensor_lists", outputs.size(), getSize());
+    for (const TensorList& of_rank : outputs) check_pairs(collective, of_rank, inputs);
+    std::vector<Job> jobs;
+    for (std::size_t i = 0; i < inputs.size(); ++i) {
+      TensorList blocks;
+      for (const TensorList& of_rank : outputs) blocks.push_back(of_rank[i]);
+      jobs.push_back(job(collective, {inputs[i]}, blocks));
+    }
+    return submit(collective, std::move(jobs));
+  });
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                            const c10d::AllgatherOptions& opts) {
-  return call(gathered(opts), output, input);
+  return heard("all_gather", [&]() -> c10::intrusive_ptr<Work> { return call(gathered(opts), output, input); });
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::allgather_into_tensor_coalesced(TensorList& outputs, TensorList& inputs,
                                                                            const c10d::AllgatherOptions& opts) {
-  return submit_each(gathered(opts), inputs, outputs);
+  return heard("all_gather",
+               [&]() -> c10::intrusive_ptr<Work> { return submit_each(gathered(opts), inputs, outputs); });
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::reduce_scatter(TensorList& outputs, std::vector<TensorList>& inputs,
                                                           const c10d::ReduceScatterOptions& opts) {
-  const at::Tensor& output = only(outputs, "reduce_scatter");
-  check_list("reduce_scatter: input_tensors", inputs.size(), 1);
-  check_list("reduce_scatter: input_list", inputs[0].size(), getSize());
-  return submit(asked(OpType::REDUCE_SCATTER, Operation::reduce_scatter, opts), inputs[0], {output});
+  return heard("reduce_scatter", [&]() -> c10::intrusive_ptr<Work> {
+    const at::Tensor& output = only(outputs, "reduce_scatter");
+    check_list("reduce_scatter: input_tensors", inputs.size(), 1);
+    check_list("reduce_scatter: input_list", inputs[0].size(), getSize());
+    return submit(asked(OpType::REDUCE_SCATTER, Operation::reduce_scatter, opts), inputs[0], {output});
+  });
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                                 const c10d::ReduceScatterOptions& opts) {
-  return call(scattered(opts), output, input);
+  return heard("reduce_scatter", [&]() -> c10::intrusive_ptr<Work> { return call(scattered(opts), output, input); });
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::reduce_scatter_tensor_coalesced(TensorList& outputs, TensorList& inputs,
                                                                            const c10d::ReduceScatterOptions& opts) {
-  return submit_each(scattered(opts), inputs, outputs);
+  return heard("reduce_scatter",
+               [&]() -> c10::intrusive_ptr<Work> { return submit_each(scattered(opts), inputs, outputs); });
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::gather(std::vector<TensorList>& outputs, TensorList& inputs,
                                                   const c10d::GatherOptions& opts) {
-  const at::Tensor& input = only(inputs, "gather");
-  const bool is_root = getRank() == opts.rootRank;
-  if (is_root) {
-    check_list("gather: output_tensors", outputs.size(), 1);
-    check_list("gather: gather_list", outputs[0].size(), getSize());
-  } else if (!outputs.empty() && !outputs[0].empty()) {
-    invalid("gather: gather_list must be given on the destination rank only");
-  }
-  return submit(asked(OpType::GATHER, Operation::gather, opts), {input}, is_root ? outputs[0] : TensorList{});
+  return heard("gather", [&]() -> c10::intrusive_ptr<Work> {
+    const at::Tensor& input = only(inputs, "gather");
+    const bool is_root = getRank() == opts.rootRank;
+    if (is_root) {
+      check_list("gather: output_tensors", outputs.size(), 1);
+      check_list("gather: gather_list", outputs[0].size(), getSize());
+    } else if (!outputs.empty() && !outputs[0].empty()) {
+      invalid("gather: gather_list must be given on the destination rank only");
+    }
+    return submit(asked(OpType::GATHER, Operation::gather, opts), {input}, is_root ? outputs[0] : TensorList{});
+  });
 }
 
 #if RINGREDUCE_HAS_GATHER_SINGLE
 c10::intrusive_ptr<Work> ProcessGroupRing::gather_single(at::Tensor& output, at::Tensor& input,
                                                          const c10d::GatherOptions& opts) {
-  Collective collective = asked(OpType::GATHER, Operation::gather, opts);
-  collective.flat_output = getRank() == opts.rootRank;  // torch gives the other ranks' output no elements
-  return submit(collective, {input}, collective.flat_output ? TensorList{output} : TensorList{});
+  return heard("gather", [&]() -> c10::intrusive_ptr<Work> {
+    Collective collective = asked(OpType::GATHER, Operation::gather, opts);
+    collective.flat_output = getRank() == opts.rootRank;  // torch gives the other ranks' output no elements
+    return submit(collective, {input}, collective.flat_output ? TensorList{output} : TensorList{});
+  });
 }
 #endif
 
 c10::intrusive_ptr<Work> ProcessGroupRing::scatter(TensorList& outputs, std::vector<TensorList>& inputs,
                                                    const c10d::ScatterOptions& opts) {
-  const at::Tensor& output = only(outputs, "scatter");
-  const bool is_root = getRank() == opts.rootRank;
-  if (is_root) {
-    check_list("scatter: input_tensors", inputs.size(), 1);
-    check_list("scatter: scatter_list", inputs[0].size(), getSize());
-  } else if (!inputs.empty() && !inputs[0].empty()) {
-    invalid("scatter: scatter_list must be given on the source rank only");
-  }
-  return submit(asked(OpType::SCATTER, Operation::scatter, opts), is_root ? inputs[0] : TensorList{}, {output});
+  return heard("scatter", [&]() -> c10::intrusive_ptr<Work> {
+    const at::Tensor& output = only(outputs, "scatter");
+    const bool is_root = getRank() == opts.rootRank;
+    if (is_root) {
+      check_list("scatter: input_tensors", inputs.size(), 1);
+      check_list("scatter: scatter_list", inputs[0].size(), getSize());
+    } else if (!inputs.empty() && !inputs[0].empty()) {
+      invalid("scatter: scatter_list must be given on the source rank only");
+    }
+    return submit(asked(OpType::SCATTER, Operation::scatter, opts), is_root ? inputs[0] : TensorList{}, {output});
+  });
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::alltoall_base(at::Tensor& output, at::Tensor& input,
                                                          std::vector<int64_t>& output_splits,
                                                          std::vector<int64_t>& input_splits,
                                                          const c10d::AllToAllOptions& opts) {
-  Collective collective = asked(OpType::ALLTOALL_BASE, Operation::all_to_all, opts);
-  // Either all ranks give split sizes or none does, so without any, all know that their blocks are equal.
-  collective.flat_input = collective.flat_output = output_splits.empty() && input_splits.empty();
-  if (collective.flat_input) return call(collective, output, input);
-  std::vector<Job> only;
-  Job& j = only.emplace_back(job(collective, {input}, {output}));
-  j.input = cut(j.inputs[0], split_blocks(input, input_splits, getSize(), "all_to_all: input"));
-  j.output = cut(j.outputs[0], split_blocks(output, output_splits, getSize(), "all_to_all: output"));
-  for (const Blocks* side : {&j.input, &j.output})
-    collective.splits.insert(collective.splits.end(), side->count.begin(), side->count.end());
-  return submit(collective, std::move(only));
+  return heard("all_to_all", [&]() -> c10::intrusive_ptr<Work> {
+    Collective collective = asked(OpType::ALLTOALL_BASE, Operation::all_to_all, opts);
+    // Either all ranks give split sizes or none does, so without any, all know that their blocks are equal.
+    collective.flat_input = collective.flat_output = output_splits.empty() && input_splits.empty();
+    if (collective.flat_input) return call(collective, output, input);
+    std::vector<Job> only;
+    Job& j = only.emplace_back(job(collective, {input}, {output}));
+    j.input = cut(j.inputs[0], split_blocks(input, input_splits, getSize(), "all_to_all: input"));
+    j.output = cut(j.outputs[0], split_blocks(output, output_splits, getSize(), "all_to_all: output"));
+    for (const Blocks* side : {&j.input, &j.output})
+      collective.splits.insert(collective.splits.end(), side->count.begin(), side->count.end());
+    return submit(collective, std::move(only));
+  });
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::alltoall(TensorList& outputs, TensorList& inputs,
                                                     const c10d::AllToAllOptions& opts) {
-  check_list("all_to_all: input_tensor_list", inputs.size(), getSize());
-  check_list("all_to_all: output_tensor_list", outputs.size(), getSize());
-  return submit(asked(OpType::ALLTOALL, Operation::all_to_all, opts), inputs, outputs);
+  return heard("all_to_all", [&]() -> c10::intrusive_ptr<Work> {
+    check_list("all_to_all: input_tensor_list", inputs.size(), getSize());
+    check_list("all_to_all: output_tensor_list", outputs.size(), getSize());
+    return submit(asked(OpType::ALLTOALL, Operation::all_to_all, opts), inputs, outputs);
+  });
 }
 
 c10::intrusive_ptr<Work> ProcessGroupRing::barrier(const c10d::BarrierOptions& opts) {
-  return submit(asked(OpType::BARRIER, Operation::barrier, opts), TensorList{}, TensorList{});
+  return heard("barrier", [&]() -> c10::intrusive_ptr<Work> {
+    return submit(asked(OpType::BARRIER, Operation::barrier, opts), TensorList{}, TensorList{});
+  });
 }
 
 }  // namespace ringreduce

@@ -336,65 +336,67 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupRing::regroup(const std::vector<in
 // ---- messages between two ranks, and several calls as one Work ----
 
 WorkPtr ProcessGroupRing::post(TensorList& tensors, OpType type, int peer, int tag) {
-  begin_call();
   const bool sends = type == OpType::SEND;
-  const char* what = sends ? "send" : "recv";
-  const at::Tensor& tensor = only(tensors, what);
-  check_tensor(tensor, what);
-  if (type != OpType::RECVANYSOURCE && (peer < 0 || peer >= getSize() || peer == getRank()))
-    invalid(what, ": the peer is rank ", peer, "; it must be another rank of the group, 0 to ", getSize() - 1);
-  if (getSize() == 1) invalid(what, ": the group has no other rank");
-  if (tag < 0) invalid(what, ": the tag is ", tag, "; it must be 0 or more");
-  if (!sends) check_outputs(tensors, what);
-  if (running_->wire && !tensor.is_cpu())
-    invalid(what, ": the tensor is on ", tensor.device(),
-            "; over transport='gloo' messages are of CPU tensors: pass its cpu()");
-  const DType dtype = dtype_of(tensor.scalar_type(), what);
-  const at::NoGradGuard no_grad;
-  const bool staged = !is_plain(tensor, at::kCPU);
-  if (staged && tensor.is_cuda()) synchronize(tensor.device(), what);
-  const at::Tensor buffer = !staged ? tensor
-                            : sends ? plain(tensor, at::kCPU)
-                                    : at::empty(tensor.sizes(), tensor.options().device(at::kCPU));
-  if (running_->wire) {
-    TensorList passed{buffer};
-    auto work = c10::make_intrusive<PassedMessage>(
-        getRank(), type, running_->wire->pass_on(passed, type, peer, tag), timeout_.load(), tensor, buffer,
-        [wire = running_->wire, sends, peer](const std::string& reason, bool late) {
-          return wire->failure(sends, peer, reason, late);
-        });
+  const char* const what = sends ? "send" : "recv";
+  return heard(what, [&]() -> WorkPtr {
+    begin_call();
+    const at::Tensor& tensor = only(tensors, what);
+    check_tensor(tensor, what);
+    if (type != OpType::RECVANYSOURCE && (peer < 0 || peer >= getSize() || peer == getRank()))
+      invalid(what, ": the peer is rank ", peer, "; it must be another rank of the group, 0 to ", getSize() - 1);
+    if (getSize() == 1) invalid(what, ": the group has no other rank");
+    if (tag < 0) invalid(what, ": the tag is ", tag, "; it must be 0 or more");
+    if (!sends) check_outputs(tensors, what);
+    if (running_->wire && !tensor.is_cpu())
+      invalid(what, ": the tensor is on ", tensor.device(),
+              "; over transport='gloo' messages are of CPU tensors: pass its cpu()");
+    const DType dtype = dtype_of(tensor.scalar_type(), what);
+    const at::NoGradGuard no_grad;
+    const bool staged = !is_plain(tensor, at::kCPU);
+    if (staged && tensor.is_cuda()) synchronize(tensor.device(), what);
+    const at::Tensor buffer = !staged ? tensor
+                              : sends ? plain(tensor, at::kCPU)
+                                      : at::empty(tensor.sizes(), tensor.options().device(at::kCPU));
+    if (running_->wire) {
+      TensorList passed{buffer};
+      auto work = c10::make_intrusive<PassedMessage>(
+          getRank(), type, running_->wire->pass_on(passed, type, peer, tag), timeout_.load(), tensor, buffer,
+          [wire = running_->wire, sends, peer](const std::string& reason, bool late) {
+            return wire->failure(sends, peer, reason, late);
+          });
+      coalesce(work);
+      return work;
+    }
+
+    auto message = std::make_shared<Message>();
+    message->sends = sends;
+    message->peer = peer;
+    message->tag = static_cast<std::uint64_t>(tag);
+    message->dtype = dtype;
+    message->data = static_cast<std::byte*>(buffer.mutable_data_ptr());
+    message->bytes = buffer.nbytes();
+    message->timeout = nanoseconds(timeout_.load());
+    const CallLog::Call call{.type = type, .sequence = ++messages_, .peer = peer, .timeout = timeout_};
+    auto work = c10::make_intrusive<MessageWork>(shared_, getRank(), call, tensors, message);
+    work->start();
+    message->on_done = [work, tensor, buffer, copy_back = staged && !sends](std::exception_ptr error) {
+      try {
+        if (copy_back && !error) copy_elements(tensor, buffer);
+      } catch (...) {
+        error = std::current_exception();
+      }
+      work->end(error);
+    };
+    try {
+      shared_->mailbox->post(message);
+    } catch (...) {
+      message->on_done = nullptr;  // which holds the work, which holds the message
+      work->end(std::current_exception());
+      throw;
+    }
     coalesce(work);
     return work;
-  }
-
-  auto message = std::make_shared<Message>();
-  message->sends = sends;
-  message->peer = peer;
-  message->tag = static_cast<std::uint64_t>(tag);
-  message->dtype = dtype;
-  message->data = static_cast<std::byte*>(buffer.mutable_data_ptr());
-  message->bytes = buffer.nbytes();
-  message->timeout = nanoseconds(timeout_.load());
-  const CallLog::Call call{.type = type, .sequence = ++messages_, .peer = peer, .timeout = timeout_};
-  auto work = c10::make_intrusive<MessageWork>(shared_, getRank(), call, tensors, message);
-  work->start();
-  message->on_done = [work, tensor, buffer, copy_back = staged && !sends](std::exception_ptr error) {
-    try {
-      if (copy_back && !error) copy_elements(tensor, buffer);
-    } catch (...) {
-      error = std::current_exception();
-    }
-    work->end(error);
-  };
-  try {
-    shared_->mailbox->post(message);
-  } catch (...) {
-    message->on_done = nullptr;  // which holds the work, which holds the message
-    work->end(std::current_exception());
-    throw;
-  }
-  coalesce(work);
-  return work;
+  });
 }
 
 WorkPtr ProcessGroupRing::send(TensorList& tensors, int destination, int tag) {
@@ -437,12 +439,14 @@ std::string ProcessGroupRing::why_not(std::size_t element_bytes) const {
 }
 
 void ProcessGroupRing::allreduce_by(const Operator& op, const at::Tensor& tensor) {
-  if (const std::string reason = why_not(op.element_bytes); !reason.empty())
-    invalid("all_reduce by ", op.name, ": ", reason);
-  if (tensor.nbytes() % op.element_bytes != 0)
-    invalid("all_reduce by ", op.name, ": the tensor has ", tensor.nbytes(), " bytes, no multiple of ",
-            op.element_bytes);
-  call({.type = c10d::OpType::ALLREDUCE, .operation = Operation::all_reduce, .own_op = &op}, tensor, tensor);
+  heard("all_reduce", [&] {
+    if (const std::string reason = why_not(op.element_bytes); !reason.empty())
+      invalid("all_reduce by ", op.name, ": ", reason);
+    if (tensor.nbytes() % op.element_bytes != 0)
+      invalid("all_reduce by ", op.name, ": the tensor has ", tensor.nbytes(), " bytes, no multiple of ",
+              op.element_bytes);
+    call({.type = c10d::OpType::ALLREDUCE, .operation = Operation::all_reduce, .own_op = &op}, tensor, tensor);
+  });
 }
 
 }  // namespace ringreduce

@@ -239,6 +239,10 @@ class ProcessGroupRing : public c10d::Backend {
   void coalesce(WorkPtr work);
   Tally sum_fused(const Fusion& fusion, std::vector<Job>& jobs, std::uint64_t number);
   Tally sum_sparse(const at::Tensor& tensor, const Collective& collective, std::uint64_t number);
+  // f(), which makes a call. Where that fails before the engine has the call, or after, the group breaks: no peer may
+  // wait for this rank. Wrong arguments leave the group as it is.
+  template <class F>
+  auto heard(const char* what, F f) const -> decltype(f());
   std::chrono::milliseconds timeout_or_default(std::chrono::milliseconds timeout) const;
   // Begins a call: refuses it in a forked child, and names the group in the log. The second function also counts the
   // call and returns its entry for the log.

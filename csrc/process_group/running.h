@@ -4,6 +4,9 @@
 #include <atomic>
 #include <memory>
 #include <optional>
+#include <string>
+
+#include <pybind11/pybind11.h>
 
 #include "engine/engine.h"
 #include "process_group/c10d_point_to_point.h"
@@ -33,5 +36,24 @@ struct SettingUp {
   ~SettingUp() { here = false; }
 };
 inline thread_local bool SettingUp::here = false;
+
+template <class F>
+auto ProcessGroupRing::heard(const char* what, F f) const -> decltype(f()) {
+  const auto tell = [&](const std::string& why) {
+    running_->engine->fail(Error(ErrorKind::system, c10::str(what, ": ", why), getRank()));
+  };
+  try {
+    return f();
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::system && !shared_->fork.forked()) tell(error.what());  // there is no thread
+    throw;
+  } catch (const pybind11::error_already_set&) {  // of the engine, which has told the others
+    throw;
+  } catch (const std::exception& error) {
+    tell(reason(error));
+    running_->engine->throw_if_aborted();  // the group's first error, which need not be this one
+    throw;
+  }
+}
 
 }  // namespace ringreduce

@@ -226,7 +226,6 @@ std::byte* Arena::try_allocate(std::size_t bytes) {
     return nullptr;
   }
   take(offset, wanted);
-  used_[offset] = {.bytes = wanted, .forks = Children::of_process().forks};
   statistics_.in_use += wanted;
   return base_ + offset;
 }
@@ -260,14 +259,35 @@ std::size_t Arena::find(std::size_t wanted) const {
   return place != kNone ? place : place_in({gaps_.begin(), gaps_.end()}, wanted);
 }
 
-// Takes [offset, offset + bytes) out of the gap that it is in, and of what has kept its pages.
+// A node of a map, for an entry that will be made when nothing may fail any more.
+template <class Map>
+typename Map::node_type spare(const Map&) {
+  Map one;
+  one.try_emplace(typename Map::key_type());
+  return one.extract(one.begin());
+}
+
+template <class Map>
+void put(Map& map, typename Map::node_type node, typename Map::key_type key, typename Map::mapped_type value) {
+  node.key() = key;
+  node.mapped() = std::move(value);
+  map.insert(std::move(node));
+}
+
+// Makes [offset, offset + bytes) a piece that is used: it is no longer in a gap, nor among what has kept its pages.
 void Arena::take(std::size_t offset, std::size_t bytes) {
+  auto new_gap = spare(gaps_);
+  auto new_kept = spare(kept_);
+  used_[offset] = {.bytes = bytes, .forks = Children::of_process().forks};
+
   const std::size_t end = offset + bytes;
   const auto gap = std::prev(gaps_.upper_bound(offset));
   const auto [begin, size] = *gap;
-  gaps_.erase(gap);
-  if (begin < offset) gaps_[begin] = offset - begin;
-  if (end < begin + size) gaps_[end] = begin + size - end;
+  if (end < begin + size) put(gaps_, std::move(new_gap), end, begin + size - end);
+  if (begin < offset)
+    gap->second = offset - begin;
+  else
+    gaps_.erase(gap);
 
   auto kept = kept_.upper_bound(offset);
   if (kept != kept_.begin()) --kept;
@@ -278,14 +298,16 @@ void Arena::take(std::size_t offset, std::size_t bytes) {
       ++kept;
       continue;
     }
-    kept = kept_.erase(kept);
-    if (first < offset) kept_[first] = {offset - first, old.age};
-    if (last > end) kept_[end] = {last - end, old.age};
+    if (last > end) put(kept_, std::move(new_kept), end, {last - end, old.age});  // one piece at most
+    if (first < offset)
+      (kept++)->second.bytes = offset - first;
+    else
+      kept = kept_.erase(kept);
     statistics_.kept -= std::min(last, end) - std::max(first, offset);
   }
 }
 
-void Arena::release(std::byte* piece) noexcept {
+void Arena::release(std::byte* piece) noexcept try {
   if (fork_.forked()) return;
   std::lock_guard lock(mutex_);
   const auto offset = static_cast<std::size_t>(piece - base_);
@@ -299,6 +321,7 @@ void Arena::release(std::byte* piece) noexcept {
     return recycle_what_no_child_reads();
   }
   recycle(offset, released.bytes);
+} catch (const std::bad_alloc&) {  // there is no memory to remember its place by, which is lost
 }
 
 void Arena::recycle_what_no_child_reads() {
