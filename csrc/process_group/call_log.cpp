@@ -89,11 +89,10 @@ void cannot_write(std::int64_t global_rank, const std::exception& error) {
 // So many jobs keep their folders.
 constexpr std::size_t kJobsKept = 20;
 
-// Whether the writer is torch's own, and nobody has told it where to write. All jobs of a user then have the same
-// files.
-bool writes_anywhere(const c10d::DebugInfoWriter& writer) {
-  return typeid(writer) == typeid(c10d::DebugInfoWriter) && std::getenv("TORCH_FR_DUMP_TEMP_FILE") == nullptr &&
-         std::getenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE") == nullptr;
+// Whether a variable says where torch's own writer writes; else all jobs of a user have the same files. Not to be asked
+// in a thread of ours: the program may be setting a variable meanwhile.
+bool told_where_to_dump() {
+  return std::getenv("TORCH_FR_DUMP_TEMP_FILE") != nullptr || std::getenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE") != nullptr;
 }
 
 bool names_a_folder(const std::string& job) {
@@ -130,7 +129,7 @@ const char* profiling_title(OpType type, bool as_gloo) {
 }
 
 CallLog::CallLog(std::size_t entries, bool print, Group group)
-    : capacity_(entries), print_(print), group_(std::move(group)) {
+    : capacity_(entries), print_(print), told_where_(told_where_to_dump()), group_(std::move(group)) {
   group_.made = c10::getTime();
   Registry& registry = process_wide<Registry>();
   std::lock_guard lock(registry.mutex);
@@ -418,10 +417,10 @@ class CallLog::Dumper {
     keeps_ = true;
   }
 
-  void dump(const Group& group, Nanoseconds after) {
+  void dump(const CallLog& log, Nanoseconds after) {
     std::lock_guard lock(mutex_);
     start();
-    next_[group.job] = Dump{snapshot(), group.ranks[static_cast<std::size_t>(group.rank)], now() + after};
+    next_[log.group_.job] = Dump{snapshot(), log.global_rank(), log.told_where_, now() + after};
     changed_.notify_all();
   }
 
@@ -436,6 +435,7 @@ class CallLog::Dumper {
   struct Dump {
     Snapshot calls;
     std::int64_t global_rank;
+    bool told_where;
     Nanoseconds due;
   };
 
@@ -473,7 +473,8 @@ class CallLog::Dumper {
     try {
       auto& writer = c10d::DebugInfoWriter::getWriter(static_cast<int>(dump.global_rank));  // makes directories
       fs::path target = writer.getWriterTarget();
-      const bool by_job = writes_anywhere(writer) && names_a_folder(job);
+      const bool torchs_own = typeid(writer) == typeid(c10d::DebugInfoWriter);
+      const bool by_job = torchs_own && !dump.told_where && names_a_folder(job);
       const fs::path jobs = target.parent_path() / "ringreduce";
       if (by_job) target = jobs / job / c10::str("rank", dump.global_rank);
       TORCH_WARN("a group broke; the flight record of rank ", dump.global_rank, " goes to ", target.string());
@@ -504,9 +505,9 @@ void CallLog::get_ready_to_dump() {
 
 void CallLog::write_dump(Nanoseconds after) const {
   try {
-    process_wide<Dumper>().dump(group_, after);
+    process_wide<Dumper>().dump(*this, after);
   } catch (const std::exception& error) {
-    cannot_write(group_.ranks[static_cast<std::size_t>(group_.rank)], error);
+    cannot_write(global_rank(), error);
   }
 }
 

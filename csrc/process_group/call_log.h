@@ -125,9 +125,10 @@ class CallLog {
                                                      std::size_t group_number, std::size_t number);
   static void append(Entry& entry, at::TensorList tensors);
   Entry* find(std::uint64_t id);
+  std::int64_t global_rank() const { return group_.ranks[static_cast<std::size_t>(group_.rank)]; }
 
   const std::size_t capacity_;
-  const bool print_;
+  const bool print_, told_where_;
   mutable std::mutex mutex_;
   Group group_;
   std::vector<Entry> entries_;  // by id modulo capacity
