@@ -193,6 +193,7 @@ class GroupSeen:
     ranks: list[RankSeen]
 
 def observe(memfd: int) -> GroupSeen: ...
+def cannot_take_part(memfd: int, rank: int, names: list[tuple[str, int, int]], reason: str) -> None: ...
 
 class Operator:
     @staticmethod

@@ -313,18 +313,43 @@ std::vector<RankName> rank_names(const Names& names) {
   return all;
 }
 
+// For a rank that has no memory for the arguments with which it would join the others.
+void give_up(const py::kwargs& given, const std::exception& error) {
+  const int rank = given["rank"].cast<int>();
+  const RankName name = rank_names(given["names"].cast<Names>()).at(static_cast<std::size_t>(rank));
+  const FileDescriptor memfd(given["memfd"].cast<int>());
+  Segment::cannot_take_part(memfd.get(), rank, name, reason(error));
+  for (const char* const each : {"pidfds", "arenas"})
+    for (const py::handle fd : given[each]) FileDescriptor(fd.cast<int>());
+}
+
+// Takes the descriptors, also if it throws.
 c10::intrusive_ptr<Group> make_group(const py::kwargs& given) {
-  auto members = from_keywords<Members>(given);
-  // Not TORCH_WARN: inside of backward(), Python keeps those until the call that waits is over.
-  members.warn = [](const std::string& text) {
-    pollfd error{.fd = STDERR_FILENO, .events = POLLOUT, .revents = 0};
-    if (poll(&error, 1, 0) == 1) LOG(WARNING) << text;  // a call may not wait for who reads a pipe
-  };
-  members.group = {members.settings.name, members.settings.job};
-  return c10::make_intrusive<Group>(Team::of(members), std::move(members.settings));
+  Members members;
+  Roster roster;
+  try {
+    members = from_keywords<Members>(given);
+    // Not TORCH_WARN: inside of backward(), Python keeps those until the call that waits is over.
+    members.warn = [](const std::string& text) {
+      pollfd error{.fd = STDERR_FILENO, .events = POLLOUT, .revents = 0};
+      if (poll(&error, 1, 0) == 1) LOG(WARNING) << text;  // a call may not wait for who reads a pipe
+    };
+    members.group = {members.settings.name, members.settings.job};
+    roster = members;
+  } catch (const std::exception& error) {  // Python's MemoryError, mostly
+    give_up(given, error);
+    throw;
+  }
+  return c10::make_intrusive<Group>(Team::of(std::move(roster)), std::move(members.settings));
 }
 
 void bind_roster(py::module_& m) {
+  m.def(
+      "cannot_take_part",
+      [](int memfd, int rank, const Names& names, const std::string& reason) {
+        Segment::cannot_take_part(memfd, rank, rank_names(names).at(static_cast<std::size_t>(rank)), reason);
+      },
+      py::arg("memfd"), py::arg("rank"), py::arg("names"), py::arg("reason"));
   using M = Members;
   py::class_<M> members(m, "Members");
   bind_members(members, "memfd", &M::memfd, "geometry", &M::geometry, "rank", &M::rank, "pidfds", &M::pidfds, "memory",

@@ -56,10 +56,10 @@ int Segment::global_rank(int rank) const {
   return control.state.load(std::memory_order_acquire) == RankState::absent ? rank : control.global_rank.load();
 }
 
-void Segment::cannot_take_part(const FileDescriptor& memfd, int rank, const RankName& name, const Error& error) {
+void Segment::cannot_take_part(int memfd, int rank, const RankName& name, const std::string& reason) {
   // There may be no memory to map, but write() needs none. This rank has no call under way, so the record's writers are
   // few, and whoever else writes it has an error of the same team.
-  const std::string why = name.describe(rank) + " cannot take part: " + error.what();
+  const std::string why = name.describe(rank) + " cannot take part: " + reason;
   AbortRecord record{};  // of which the first two words stay as they are until the rest is there
   record.kind = static_cast<std::int32_t>(ErrorKind::peer_lost);
   record.culprit = record.reporter = rank;
@@ -67,8 +67,8 @@ void Segment::cannot_take_part(const FileDescriptor& memfd, int rank, const Rank
   record.state = 2;
   constexpr std::size_t kRest = offsetof(AbortRecord, kind), kBytes = sizeof(record) - kRest;
   const auto* const bytes = reinterpret_cast<const std::byte*>(&record);
-  if (pwrite(memfd.get(), bytes + kRest, kBytes, kRest) == static_cast<ssize_t>(kBytes))
-    static_cast<void>(!pwrite(memfd.get(), bytes, sizeof(record.state), offsetof(AbortRecord, state)));
+  if (pwrite(memfd, bytes + kRest, kBytes, kRest) == static_cast<ssize_t>(kBytes))
+    static_cast<void>(!pwrite(memfd, bytes, sizeof(record.state), offsetof(AbortRecord, state)));
 }
 
 void Segment::show(FileDescriptor memfd, const Title& group) {

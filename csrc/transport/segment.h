@@ -43,8 +43,8 @@ class Segment {
   // keeps: `memfd`, of one rank of the host.
   void show(FileDescriptor memfd, const Title& group);
 
-  // For a rank that has met the others and then cannot map what they share: they find the reason as the team's error.
-  static void cannot_take_part(const FileDescriptor& memfd, int rank, const RankName& name, const Error& error);
+  // For a rank that has met the others and then cannot join them: they find the reason as the team's error.
+  static void cannot_take_part(int memfd, int rank, const RankName& name, const std::string& reason);
 
   // All that this process has mapped, one after the other. None ends meanwhile.
   static void each_of_process(const std::function<void(const Segment&)>& look);

@@ -21,9 +21,8 @@ std::shared_ptr<std::byte> private_memory(std::size_t bytes) {
 }
 
 std::vector<FileDescriptor> owned(const std::vector<int>& descriptors, std::size_t count) {
-  std::vector<FileDescriptor> all;
-  for (const int fd : descriptors) all.emplace_back(fd);
-  all.resize(std::max(all.size(), count));
+  std::vector<FileDescriptor> all(std::max(descriptors.size(), count));
+  for (std::size_t i = 0; i < descriptors.size(); ++i) all[i] = FileDescriptor(descriptors[i]);
   return all;
 }
 
@@ -32,10 +31,9 @@ std::vector<FileDescriptor> owned(const std::vector<int>& descriptors, std::size
 std::shared_ptr<Team> Team::of(Roster roster) {
   FileDescriptor memfd(roster.memfd);
   const std::size_t ranks = roster.geometry.ranks;
-  std::vector<FileDescriptor> pidfds = owned(roster.pidfds, ranks), arenas = owned(roster.arenas, ranks);
-  const RankName own = roster.names.at(static_cast<std::size_t>(roster.rank));
   const auto is_elsewhere = [&](std::size_t r) { return r < roster.elsewhere.size() && roster.elsewhere[r]; };
   try {
+    std::vector<FileDescriptor> pidfds = owned(roster.pidfds, ranks), arenas = owned(roster.arenas, ranks);
     const auto segment = std::make_shared<Segment>(memfd, roster.geometry);
     const std::shared_ptr<Team> team(new Team(roster, segment));
     for (std::size_t r = 0; r < ranks; ++r) {
@@ -51,8 +49,9 @@ std::shared_ptr<Team> Team::of(Roster roster) {
     while (is_elsewhere(first)) ++first;
     if (static_cast<int>(first) == roster.rank) segment->show(std::move(memfd), roster.group);
     return team;
-  } catch (const Error& error) {
-    Segment::cannot_take_part(memfd, roster.rank, own, error);
+  } catch (const std::exception& error) {
+    Segment::cannot_take_part(memfd.get(), roster.rank, roster.names.at(static_cast<std::size_t>(roster.rank)),
+                              reason(error));
     throw;
   }
 }

@@ -244,8 +244,13 @@ class GroupSpec:
             ledger = None if links else Ledger(meeting.memfd, ledger_at(geometry), ledger_bytes(size))
             of_transport = _transport(options, meeting, decision, links)
             settings = self._settings(decision, meeting.names, ledger, links, **of_transport)
-        except BaseException:
+        except BaseException as error:  # the others may have their groups by now
+            if meeting.memfd >= 0:
+                reason = f"{type(error).__name__}: {error}"
+                _C.cannot_take_part(meeting.memfd, exchange.rank, self._names(meeting.names), reason)
             meeting.close()
+            if isinstance(error, OSError):
+                raise SystemFailure(f"making the group: {error}") from error
             raise
         try:
             group = _C.ProcessGroupRing(
