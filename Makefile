@@ -18,7 +18,7 @@ export MAX_JOBS ?= $(JOBS)
 # Tests start thousands of processes: each would compile the package and the test's module for itself.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help build demo test test-rest test-all conformance ecosystem lint docs compilers format stress aarch64 bench-micro \
+.PHONY: help build demo faults test test-rest test-all conformance ecosystem lint docs compilers format stress aarch64 bench-micro \
   cuda gpu gpu-bundle soak soak-elastic wheel test-wheel test-readme clean distclean
 
 help:
@@ -26,6 +26,8 @@ help:
 	@echo 'make test      build, then the unit tests and the process tests, but for those marked slow'
 	@echo 'make test-rest build, then the slow tests, those on stand-ins for GPUs and those of several hosts'
 	@echo 'make test-all  both'
+	@echo 'make faults    each request for memory, a thread, a descriptor or a socket fails once, in every call;'
+	@echo '               ONLY="all_gather allocation": only sweeps whose names have these words'
 	@echo 'make conformance  build, then the suite PyTorch has for its backends, with Gloo beside it, on 2, 3, 4 and 8 ranks;'
 	@echo '               RUNS="ringreduce:3 gloo:3": only these'
 	@echo 'make ecosystem Accelerate, DeepSpeed, Lightning, Ray, torchrl, transformers and others on this backend and on Gloo;'
@@ -230,7 +232,7 @@ endef
 export NO_NAMESPACES
 
 # On one host: what needs no other processes first, then real ranks and real faults.
-HERE := tests/unit tests/parameter_server tests/distributed tests/frameworks
+HERE := tests/unit tests/parameter_server tests/distributed tests/frameworks tests/shortage
 
 # What tests have in C++, compiled before they run: tests/stand_in/build.py says what `all` adds.
 build/stand_in/.some build/stand_in/.all: build/stand_in/.%: $(VENV)/.built tests/stand_in/build.py \
@@ -263,6 +265,10 @@ ecosystem:
 	.venv-ecosystem/bin/python -m pip install -q --no-build-isolation -e . --group ecosystem "torch==$$torch"
 	.venv-ecosystem/bin/python -m pytest tests/frameworks/test_ecosystem.py tests/frameworks/test_data_files.py \
 	  tests/frameworks/test_search.py
+
+# Each request for memory, a thread, a descriptor or a socket fails once, in every call: see tests/shortage/sweeps.py.
+faults: build $(VENV)/.test-tools
+	@PYTHONPATH=.:tests RINGREDUCE_TUNING=off $(PY) -m shortage.sweeps $(ONLY)
 
 # PyTorch's own suite for backends.
 conformance: build $(VENV)/.test-tools

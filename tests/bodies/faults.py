@@ -309,29 +309,23 @@ def no_threads() -> Iterator[None]:
 
 
 def begin_without_threads(me: Rank) -> None:
-    """Messages, and an all_reduce, that rank 0 begins while no thread can start; and what it makes of them later."""
-    with me.join():
-        first, second, got = torch.full((MB16,), 1.0), torch.full((MB16,), 2.0), torch.zeros(MB16)
-        if me.rank == 0:
-            me.meet("the other one has sent")
-            with no_threads():
-                for call in (
-                    lambda: dist.isend(first, 1),
-                    lambda: dist.irecv(got, 1),
-                    lambda: dist.all_reduce(first, async_op=True),
-                ):
+    """Calls that rank 0 begins while no thread can start: each breaks its group, and the other rank hears why."""
+    tensor = torch.ones(MB16)
+    calls: list[Callable[[], Any]] = [
+        lambda: dist.isend(tensor, 1),
+        lambda: dist.irecv(tensor, 1),
+        lambda: dist.all_reduce(tensor, async_op=True),
+    ]
+    for number, call in enumerate(calls):
+        with me.join(str(number)):
+            if me.rank == 0:
+                with no_threads():
                     kind, message, *_ = error_of(call)
-                    assert kind is SystemFailure and "cannot start a thread" in message
-            works = [dist.isend(second, 1), dist.irecv(got, 1)]
-        else:
-            works = [dist.isend(first, 0)]
-            me.meet("the other one has sent")
-            works.append(dist.irecv(got, 0))
-        for work in works:
-            work.wait()
-        assert torch.equal(got, first if me.rank == 0 else second)
-        dist.all_reduce(first, async_op=True).wait()
-        assert torch.equal(first, second)
+            else:
+                kind, message, *_ = error_of(dist.barrier)
+                assert "reported by rank 0" in message
+            assert kind is SystemFailure and "cannot start a thread" in message
+            me.meet(f"{number} has failed")
 
 
 def reduce_without_memory(me: Rank) -> list[Any]:

@@ -177,7 +177,7 @@ def test_recv_of_another_size_or_dtype_leaves_the_group_usable() -> None:
 # what runs out
 
 
-def test_what_has_no_thread_moves_nothing() -> None:
+def test_a_call_without_a_thread_breaks_the_group() -> None:
     run(begin_without_threads, 2)
 
 

@@ -1,0 +1,461 @@
+"""Sweeps: the same program again and again, each time with the next request for a resource failing in one rank.
+
+    make faults [ONLY="all_gather allocation"]     the sweeps whose names have these words
+
+A sweep ends when a run asks less often than that. Each run makes a group in processes that have had many before, and is
+judged: every rank that returns has right values; if one raises, so does each that has not returned, within a second and
+naming the rank; afterwards the group works on all ranks or raises on all; and when it is destroyed no descriptor,
+thread or mapping is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed.harness import Rank, run
+from torch.distributed import distributed_c10d
+
+import ringreduce
+from ringreduce.errors import RingReduceError
+from shortage.requests import KINDS, Asked, failing, place_name
+
+NOTICED = 1.0
+"""Seconds in which all ranks must have an error once one has."""
+
+TIMEOUT = 6.0
+"""Of the groups: who waits so long was forgotten."""
+
+Values = list[tuple[torch.Tensor, torch.Tensor]]
+"""What a call gave, and what it should have given."""
+
+Scenario = Callable[[Rank], Callable[[], Values]]
+"""Prepares a call on a rank, in its default group, and returns what makes it."""
+
+SMALL, LARGE = 16, 4 << 20  # elements of float32
+
+
+def reduces(elements: int, **how: Any) -> Scenario:
+    def prepare(me: Rank) -> Callable[[], Values]:
+        tensor, sums = torch.full((elements,), float(me.rank + 1)), torch.full((elements,), me.size * (me.size + 1) / 2)
+
+        def call() -> Values:
+            ringreduce.all_reduce(tensor, **how)
+            return [(tensor, sums)]
+
+        return call
+
+    return prepare
+
+
+def by_torch(elements: int, asynchronous: bool = False) -> Scenario:
+    def prepare(me: Rank) -> Callable[[], Values]:
+        tensor, sums = torch.full((elements,), float(me.rank + 1)), torch.full((elements,), me.size * (me.size + 1) / 2)
+
+        def call() -> Values:
+            work = dist.all_reduce(tensor, async_op=asynchronous)
+            if work:
+                work.wait()
+            return [(tensor, sums)]
+
+        return call
+
+    return prepare
+
+
+def coalesces(me: Rank) -> Callable[[], Values]:
+    tensors, sums = (
+        [torch.full((n,), 1.0) for n in (3, 100, 5)],
+        [torch.full((n,), float(me.size)) for n in (3, 100, 5)],
+    )
+
+    def call() -> Values:
+        with dist._coalescing_manager():
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+        return list(zip(tensors, sums, strict=True))
+
+    return call
+
+
+def gathers(me: Rank) -> Callable[[], Values]:
+    got, own = [torch.zeros(1000) for _ in range(me.size)], torch.full((1000,), float(me.rank))
+
+    def call() -> Values:
+        dist.all_gather(got, own)
+        return [(each, torch.full((1000,), float(rank))) for rank, each in enumerate(got)]
+
+    return call
+
+
+def exchanges(elements: int) -> Scenario:
+    def prepare(me: Rank) -> Callable[[], Values]:
+        got, own = torch.zeros(me.size * elements), torch.full((me.size * elements,), float(me.rank))
+        wanted = torch.arange(me.size, dtype=torch.float32).repeat_interleave(elements)
+
+        def call() -> Values:
+            dist.all_to_all_single(got, own)
+            return [(got, wanted)]
+
+        return call
+
+    return prepare
+
+
+def splits(me: Rank) -> Callable[[], Values]:
+    got = torch.zeros((me.rank + 2) * me.size)
+    sends, receives = [rank + 2 for rank in range(me.size)], [me.rank + 2] * me.size
+    own = torch.full((sum(sends),), float(me.rank))
+    wanted = torch.arange(me.size, dtype=torch.float32).repeat_interleave(me.rank + 2)
+
+    def call() -> Values:
+        dist.all_to_all_single(got, own, receives, sends)
+        return [(got, wanted)]
+
+    return call
+
+
+def scatters(me: Rank) -> Callable[[], Values]:
+    got, own = torch.zeros(1000), [torch.full((1000,), 1.0) for _ in range(me.size)]
+
+    def call() -> Values:
+        dist.reduce_scatter(got, own)
+        return [(got, torch.full((1000,), float(me.size)))]
+
+    return call
+
+
+def from_a_root(me: Rank) -> Callable[[], Values]:
+    tensor, summed = torch.full((1000,), float(me.rank)), torch.full((1000,), 1.0)
+
+    def call() -> Values:
+        dist.broadcast(tensor, 1)
+        dist.reduce(summed, 0)
+        root = [(summed, torch.full((1000,), float(me.size)))] if me.rank == 0 else []
+        return [(tensor, torch.full((1000,), 1.0)), *root]
+
+    return call
+
+
+def sparse(me: Rank) -> Callable[[], Values]:
+    tensor = torch.sparse_coo_tensor(torch.tensor([[me.rank]]), torch.ones(1), (8,), check_invariants=True)
+    wanted = torch.cat([torch.ones(me.size), torch.zeros(8 - me.size)])
+
+    def call() -> Values:
+        dist.all_reduce(tensor)
+        return [(tensor.to_dense(), wanted)]
+
+    return call
+
+
+def sends(elements: int) -> Scenario:
+    """Each to the next, and from the one before."""
+
+    def prepare(me: Rank) -> Callable[[], Values]:
+        own, got = torch.full((elements,), float(me.rank)), torch.zeros(elements)
+        to, source = (me.rank + 1) % me.size, (me.rank - 1) % me.size
+
+        def call() -> Values:
+            works = [dist.isend(own, to), dist.irecv(got, source)]
+            for work in works:
+                assert work is not None
+                work.wait()
+            return [(got, torch.full((elements,), float(source)))]
+
+        return call
+
+    return prepare
+
+
+def operates(me: Rank) -> Callable[[], Values]:
+    op, tensor = ringreduce.Op.torch(torch.add), torch.full((1000,), float(me.rank + 1))
+
+    def call() -> Values:
+        ringreduce.all_reduce(tensor, op=op)
+        return [(tensor, torch.full((1000,), me.size * (me.size + 1) / 2))]
+
+    return call
+
+
+def waits_at_a_barrier(me: Rank) -> Callable[[], Values]:
+    def call() -> Values:
+        dist.barrier()
+        return []
+
+    return call
+
+
+def takes_from_the_arena(me: Rank) -> Callable[[], Values]:
+    def call() -> Values:
+        tensor = ringreduce.empty(LARGE)
+        tensor.fill_(1.0)
+        ringreduce.all_reduce(tensor)
+        return [(tensor, torch.full((LARGE,), float(me.size)))]
+
+    return call
+
+
+def makes_a_subgroup(me: Rank) -> Callable[[], Values]:
+    def call() -> Values:
+        group = dist.new_group(list(range(me.size)))
+        tensor = torch.ones(100)
+        dist.all_reduce(tensor, group=group)
+        return [(tensor, torch.full((100,), float(me.size)))]
+
+    return call
+
+
+CALLS: dict[str, Scenario] = {
+    "all_reduce 64 B": reduces(SMALL),
+    "all_reduce 16 MB": reduces(LARGE),
+    "all_reduce int8": reduces(1 << 17, wire_dtype="int8"),
+    "dist.all_reduce 64 B": by_torch(SMALL),
+    "dist.all_reduce 16 MB, async": by_torch(LARGE, asynchronous=True),
+    "coalesced": coalesces,
+    "all_gather": gathers,
+    "all_to_all 4 KB": exchanges(512),
+    "all_to_all 16 MB": exchanges(LARGE // 2),
+    "all_to_all, split sizes": splits,
+    "reduce_scatter": scatters,
+    "broadcast and reduce": from_a_root,
+    "sparse": sparse,
+    "messages 64 B": sends(SMALL),
+    "messages 16 MB": sends(LARGE),
+    "operator": operates,
+    "barrier": waits_at_a_barrier,
+    "arena": takes_from_the_arena,
+    "subgroup": makes_a_subgroup,
+}
+
+TRANSPORTS: dict[str, dict[str, Any]] = {"shared_memory": {}, "tcp": {"transport": "tcp"}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """Of `kind`, in rank `victim` of 2, while `phase`: "make", "call" or "destroy"."""
+
+    scenario: str
+    kind: str
+    phase: str = "call"
+    transport: str = "shared_memory"
+    victim: int = 1
+    seconds: float = 0.0  # that the request takes instead of failing
+
+    def __str__(self) -> str:
+        slow = f", {self.seconds:g} s late" if self.seconds else ""
+        return f"{self.scenario}, {self.transport}: {self.phase}, {self.kind} in rank {self.victim}{slow}"
+
+
+@dataclasses.dataclass
+class Run:
+    """What one rank met in one run."""
+
+    error: str = ""  # "Class: message"; empty: it returned
+    when: float = 0.0
+    right: bool = True
+    made: bool = True  # whether there was a group afterwards
+    afterwards: str = ""
+    left: str = ""
+    asked: int = 0
+    place: int = 0
+
+
+def holdings() -> Counter[str]:
+    """Of this process: what a group must give back."""
+    found: Counter[str] = Counter()
+    for fd in Path("/proc/self/fd").iterdir():
+        try:
+            found["descriptor " + os.readlink(fd).split(":")[0]] += 1
+        except FileNotFoundError:  # iterdir's own
+            continue
+    found["threads"] = len(list(Path("/proc/self/task").iterdir()))
+    found["mappings"] = Path("/proc/self/maps").read_text().count("memfd:ringreduce")
+    return found
+
+
+def left_over(before: Counter[str]) -> str:
+    """What there is more than before, once errors' frames are gone, and threads that are about to end have ended."""
+    gc.collect()
+    end = time.monotonic() + 1.0
+    while (more := holdings() - before) and time.monotonic() < end:
+        time.sleep(0.01)
+    return ", ".join(f"{count} {what}" for what, count in more.items())
+
+
+def said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def one_run(me: Rank, library: Path, sweep: Sweep, number: int, before: Counter[str] | None) -> Run:
+    """The `number`-th request fails. Without `before`, nothing is said of what is left."""
+    found = Run()
+
+    def make() -> None:
+        dist.init_process_group(
+            "ringreduce",
+            store=dist.PrefixStore(f"{sweep}/{number}", me.store),
+            rank=me.rank,
+            world_size=me.size,
+            timeout=timedelta(seconds=TIMEOUT),
+            pg_options=ringreduce.Options(**TRANSPORTS[sweep.transport]),
+        )
+
+    def armed(phase: str, do: Callable[[], Any]) -> Any:
+        if phase != sweep.phase or me.rank != sweep.victim:
+            return do()
+        with failing(library, sweep.kind, number, sweep.seconds) as asked:
+            try:
+                return do()
+            finally:
+                asked_here.append(asked)
+
+    asked_here: list[Asked] = []
+    try:
+        armed("make", make)
+        dist.barrier()
+        call = CALLS[sweep.scenario](me)
+        values = armed("call", call)
+        found.right = all(torch.equal(got, wanted) for got, wanted in values)
+    except Exception as error:
+        found.error = said(error)
+    found.when = time.monotonic()
+    found.made = dist.is_initialized()
+    if found.made:
+        try:
+            after = torch.ones(100)
+            dist.all_reduce(after)
+            found.right &= bool((after == me.size).all())
+        except RingReduceError as error:
+            found.afterwards = said(error)
+    me.meet(f"{sweep}/{number}: used")
+    if found.made:
+        try:
+            armed("destroy", dist.destroy_process_group)
+        except Exception as error:
+            found.error, found.when = found.error or said(error), time.monotonic()
+    if dist.is_initialized():  # that failed
+        dist.destroy_process_group()
+    distributed_c10d._world.group_count = 0  # by which torch names the next group; a failed init_process_group counts
+    for asked in asked_here:
+        found.asked, found.place = asked.count, asked.place
+    if before is not None:
+        found.left = left_over(before)
+    return found
+
+
+def judge(sweep: Sweep, runs: list[Run], noticed: float = NOTICED) -> Iterator[str]:
+    """What is wrong with a run."""
+    victim = runs[sweep.victim]
+    for rank, each in enumerate(runs):
+        who = f"rank {rank}"
+        if not each.error and not each.right:
+            yield f"{who} has wrong values"
+        if each.left:
+            yield f"{who} keeps {each.left}"
+        if "CollectiveTimeout" in each.error + each.afterwards:
+            yield f"{who} waited for its timeout: {each.error or each.afterwards}"
+        if sweep.phase == "destroy":
+            continue
+        if rank != sweep.victim and each.error:
+            if not victim.error:
+                yield f"{who} raises though rank {sweep.victim} does not: {each.error}"
+            if f"rank {sweep.victim}" not in each.error:
+                yield f"{who} does not name rank {sweep.victim}: {each.error}"
+            if each.when > victim.when + noticed:
+                yield f"{who} hears of it {each.when - victim.when:.1f} s later: {each.error}"
+    groups = [each.afterwards for each in runs if each.made]
+    if sweep.phase != "destroy" and len({bool(error) for error in groups}) > 1:
+        yield f"afterwards the group works on some ranks only: {groups}"
+    if sweep.seconds and any(each.error or each.afterwards for each in runs):
+        yield f"a slow request is an error: {[each.error or each.afterwards for each in runs]}"
+    if victim.error and not victim.afterwards and sweep.phase == "call" and any(each.error for each in runs[:1]):
+        yield "the group works after an error"
+    if victim.error and not any(name in victim.error for name in ("SystemFailure", "MemoryError")):
+        yield f"rank {sweep.victim} is not told what ran out: {victim.error}"
+
+
+def sweep_here(me: Rank, library: Path, sweep: Sweep, first: int, last: int) -> list[list[Run]]:
+    """All runs; each rank has the same list, of a Run for each rank."""
+    all_runs: list[list[Run]] = []
+    one_run(me, library, sweep, 0, None)  # what the first run of a process makes for good is there now
+    before = holdings()
+    for number in range(first, last):
+        own = one_run(me, library, sweep, number, before)
+        me.store.set(f"{sweep}/{number}/{me.rank}", json.dumps(dataclasses.asdict(own)))
+        runs = [Run(**json.loads(me.store.get(f"{sweep}/{number}/{rank}"))) for rank in range(me.size)]
+        all_runs.append(runs)
+        if me.rank == 0:
+            me.report((number, runs))
+        if runs[sweep.victim].place == 0:
+            break
+    return all_runs
+
+
+def build(folder: Path) -> Path:
+    """Of requests.cpp, the library."""
+    made = folder / "requests.so"
+    source = Path(__file__).with_name("requests.cpp")
+    flags = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
+    subprocess.run(["c++", *flags, str(source), "-o", str(made)], check=True)
+    return made
+
+
+def sweeps() -> Iterator[Sweep]:
+    for transport in TRANSPORTS:
+        for kind in KINDS:
+            if kind not in ("wait", "process", "disk"):
+                yield Sweep("barrier", kind, "make", transport)
+                yield Sweep("barrier", kind, "destroy", transport)
+                for name in CALLS:
+                    yield Sweep(name, kind, "call", transport)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("only", nargs="*", help="parts of the names of sweeps")
+    parser.add_argument("--most", type=int, default=2000, help="failures in one sweep")
+    args = parser.parse_args()
+    total, wrong = 0, 0
+    with tempfile.TemporaryDirectory() as folder:
+        library = build(Path(folder))
+        for sweep in sweeps():
+            if not all(part in str(sweep) for part in args.only):
+                continue
+            began, bad = time.monotonic(), Counter[str]()
+            try:
+                runs = run(sweep_here, 2, library, sweep, 1, args.most)[0]
+            except (Exception, pytest.fail.Exception) as error:
+                print(f"{sweep}: BROKE: {str(error)[:1500]}", flush=True)
+                wrong += 1
+                continue
+            failures = [each for each in runs if each[sweep.victim].place]
+            for each in runs:
+                for verdict in judge(sweep, each):
+                    bad[f"{place_name(each[sweep.victim].place)}: {verdict[:230]}"] += 1
+            total, wrong = total + len(failures), wrong + bad.total()
+            print(
+                f"{sweep}: {len(failures)} failures, {bad.total()} wrong, {time.monotonic() - began:.1f} s", flush=True
+            )
+            for what, count in bad.most_common(12):
+                print(f"   {count:3} {what}", flush=True)
+    print(f"{total} failures, {wrong} wrong")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
