@@ -9,6 +9,7 @@
 #include <string>
 
 #include "core/clock.h"
+#include "core/error.h"
 
 namespace ringreduce {
 
@@ -30,9 +31,9 @@ inline bool ctrl_c_came(Nanoseconds waited) {
   return interrupted = true;
 }
 
-// What the others are told of the rank.
-inline std::string interrupted_by_user(const std::string& whom) {
-  return whom + " was interrupted (KeyboardInterrupt)";
+// What the others are told: `rank`, which is `whom`, waited in `what`.
+inline Error interrupted_in(const std::string& what, const std::string& whom, int rank) {
+  return Error(ErrorKind::peer_lost, what + ": " + whom + " was interrupted (KeyboardInterrupt)", rank);
 }
 
 }  // namespace ringreduce

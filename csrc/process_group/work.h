@@ -56,8 +56,7 @@ struct WorkSurroundings {
 
   // The user has interrupted a wait of this rank, which ends the group.
   void interrupt(const std::string& what) {
-    engine->fail(Error(ErrorKind::peer_lost, what + ": " + interrupted_by_user(engine->describe(engine->rank())),
-                       engine->rank()));
+    engine->fail(interrupted_in(what, engine->describe(engine->rank()), engine->rank()));
   }
 
   void call_hook(const std::shared_ptr<c10d::WorkInfo>& info) const {

@@ -150,9 +150,7 @@ std::optional<Error> Fate::death_of(int rank, std::optional<std::uint64_t> call)
   return Error(ErrorKind::peer_lost, entry.name.describe(rank) + " " + words(rank), rank);
 }
 
-void Fate::interrupt(const std::string& what) {
-  abort(Error(ErrorKind::peer_lost, what + ": " + interrupted_by_user(describe(rank_)), rank_));
-}
+void Fate::interrupt(const std::string& what) { abort(interrupted_in(what, describe(rank_), rank_)); }
 
 void Fate::throw_if_over(std::optional<std::uint64_t> call) {
   throw_if_aborted();
