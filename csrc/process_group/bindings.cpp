@@ -313,12 +313,14 @@ std::vector<RankName> rank_names(const Names& names) {
   return all;
 }
 
+void cannot_take_part(int memfd, int rank, const Names& names, const std::string& why) {
+  Segment::cannot_take_part(memfd, rank, rank_names(names).at(static_cast<std::size_t>(rank)), why);
+}
+
 // For a rank that has no memory for the arguments with which it would join the others.
 void give_up(const py::kwargs& given, const std::exception& error) {
-  const int rank = given["rank"].cast<int>();
-  const RankName name = rank_names(given["names"].cast<Names>()).at(static_cast<std::size_t>(rank));
   const FileDescriptor memfd(given["memfd"].cast<int>());
-  Segment::cannot_take_part(memfd.get(), rank, name, reason(error));
+  cannot_take_part(memfd.get(), given["rank"].cast<int>(), given["names"].cast<Names>(), reason(error));
   for (const char* const each : {"pidfds", "arenas"})
     for (const py::handle fd : given[each]) FileDescriptor(fd.cast<int>());
 }
@@ -344,12 +346,7 @@ c10::intrusive_ptr<Group> make_group(const py::kwargs& given) {
 }
 
 void bind_roster(py::module_& m) {
-  m.def(
-      "cannot_take_part",
-      [](int memfd, int rank, const Names& names, const std::string& reason) {
-        Segment::cannot_take_part(memfd, rank, rank_names(names).at(static_cast<std::size_t>(rank)), reason);
-      },
-      py::arg("memfd"), py::arg("rank"), py::arg("names"), py::arg("reason"));
+  m.def("cannot_take_part", &cannot_take_part, py::arg("memfd"), py::arg("rank"), py::arg("names"), py::arg("reason"));
   using M = Members;
   py::class_<M> members(m, "Members");
   bind_members(members, "memfd", &M::memfd, "geometry", &M::geometry, "rank", &M::rank, "pidfds", &M::pidfds, "memory",
