@@ -54,19 +54,6 @@ struct LeftOut {
 const LeftOut* left_out = nullptr;
 std::size_t left_out_count = 0;  // sorted
 
-constexpr std::size_t kPlaces = 1 << 15;
-std::atomic<void*> places[kPlaces];  // return addresses of requests made while armed
-
-void remember(void* place) {
-  auto slot = reinterpret_cast<std::uintptr_t>(place) * 0x9E3779B97F4A7C15u >> 49;
-  for (std::size_t i = 0; i < kPlaces; ++i, slot = (slot + 1) % kPlaces) {
-    void* found = places[slot].load(std::memory_order_relaxed);
-    if (found == place) return;
-    if (found == nullptr && places[slot].compare_exchange_strong(found, place)) return;
-    if (found == place) return;
-  }
-}
-
 // Whether this request, made from `place`, is the one that fails.
 bool fails(Kind kind, void* place) {
   if ((armed.load(std::memory_order_acquire) & kind) == 0) return false;
@@ -74,7 +61,6 @@ bool fails(Kind kind, void* place) {
   const auto* const after = std::upper_bound(left_out, left_out + left_out_count, at,
                                              [](std::uintptr_t a, const LeftOut& each) { return a < each.begin; });
   if (after != left_out && at <= (after - 1)->end) return false;
-  remember(place);
   if (asked.fetch_add(1) + 1 != failing.load()) return false;
   failed_at = place;
   if (const std::int64_t most = delay.load(); most > 0) {
@@ -341,14 +327,4 @@ std::uint64_t requests_disarm(std::uint64_t* place) {
 
 // Counts one of Python's requests, and says whether it fails.
 int requests_ask(unsigned kind) { return FAILS(static_cast<Kind>(kind)); }
-
-// All places in the module that asked while armed, as offsets. Returns how many.
-std::size_t requests_places(std::uint64_t* offsets, std::size_t most) {
-  std::size_t count = 0;
-  for (const auto& each : places) {
-    const auto at = reinterpret_cast<std::uintptr_t>(each.load());
-    if (at >= module_begin && at < module_end && count < most) offsets[count++] = at - module_begin;
-  }
-  return count;
-}
 }

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import gc
 import json
 import os
@@ -50,12 +51,12 @@ Scenario = Callable[[Rank], Callable[[], Values]]
 SMALL, LARGE = 16, 4 << 20  # elements of float32
 
 
-def reduces(elements: int, **how: Any) -> Scenario:
+def reduces(elements: int, all_reduce: Callable[[torch.Tensor], Any]) -> Scenario:
     def prepare(me: Rank) -> Callable[[], Values]:
         tensor, sums = torch.full((elements,), float(me.rank + 1)), torch.full((elements,), me.size * (me.size + 1) / 2)
 
         def call() -> Values:
-            ringreduce.all_reduce(tensor, **how)
+            all_reduce(tensor)
             return [(tensor, sums)]
 
         return call
@@ -63,19 +64,10 @@ def reduces(elements: int, **how: Any) -> Scenario:
     return prepare
 
 
-def by_torch(elements: int, asynchronous: bool = False) -> Scenario:
-    def prepare(me: Rank) -> Callable[[], Values]:
-        tensor, sums = torch.full((elements,), float(me.rank + 1)), torch.full((elements,), me.size * (me.size + 1) / 2)
-
-        def call() -> Values:
-            work = dist.all_reduce(tensor, async_op=asynchronous)
-            if work:
-                work.wait()
-            return [(tensor, sums)]
-
-        return call
-
-    return prepare
+def waits_for_it(tensor: torch.Tensor) -> None:
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work is not None
+    work.wait()
 
 
 def coalesces(me: Rank) -> Callable[[], Values]:
@@ -182,16 +174,6 @@ def sends(elements: int) -> Scenario:
     return prepare
 
 
-def operates(me: Rank) -> Callable[[], Values]:
-    op, tensor = ringreduce.Op.torch(torch.add), torch.full((1000,), float(me.rank + 1))
-
-    def call() -> Values:
-        ringreduce.all_reduce(tensor, op=op)
-        return [(tensor, torch.full((1000,), me.size * (me.size + 1) / 2))]
-
-    return call
-
-
 def waits_at_a_barrier(me: Rank) -> Callable[[], Values]:
     def call() -> Values:
         dist.barrier()
@@ -221,11 +203,12 @@ def makes_a_subgroup(me: Rank) -> Callable[[], Values]:
 
 
 CALLS: dict[str, Scenario] = {
-    "all_reduce 64 B": reduces(SMALL),
-    "all_reduce 16 MB": reduces(LARGE),
-    "all_reduce int8": reduces(1 << 17, wire_dtype="int8"),
-    "dist.all_reduce 64 B": by_torch(SMALL),
-    "dist.all_reduce 16 MB, async": by_torch(LARGE, asynchronous=True),
+    "all_reduce 64 B": reduces(SMALL, ringreduce.all_reduce),
+    "all_reduce 16 MB": reduces(LARGE, ringreduce.all_reduce),
+    "all_reduce int8": reduces(1 << 17, functools.partial(ringreduce.all_reduce, wire_dtype="int8")),
+    "operator": reduces(1000, functools.partial(ringreduce.all_reduce, op=ringreduce.Op.torch(torch.add))),
+    "dist.all_reduce 64 B": reduces(SMALL, dist.all_reduce),
+    "dist.all_reduce 16 MB, async": reduces(LARGE, waits_for_it),
     "coalesced": coalesces,
     "all_gather": gathers,
     "all_to_all 4 KB": exchanges(512),
@@ -236,7 +219,6 @@ CALLS: dict[str, Scenario] = {
     "sparse": sparse,
     "messages 64 B": sends(SMALL),
     "messages 16 MB": sends(LARGE),
-    "operator": operates,
     "barrier": waits_at_a_barrier,
     "arena": takes_from_the_arena,
     "subgroup": makes_a_subgroup,
@@ -271,7 +253,6 @@ class Run:
     made: bool = True  # whether there was a group afterwards
     afterwards: str = ""
     left: str = ""
-    asked: int = 0
     place: int = 0
 
 
@@ -322,9 +303,9 @@ def one_run(me: Rank, library: Path, sweep: Sweep, number: int, before: Counter[
             try:
                 return do()
             finally:
-                asked_here.append(asked)
+                met.append(asked)
 
-    asked_here: list[Asked] = []
+    met: list[Asked] = []  # in the victim
     try:
         armed("make", make)
         dist.barrier()
@@ -351,8 +332,7 @@ def one_run(me: Rank, library: Path, sweep: Sweep, number: int, before: Counter[
     if dist.is_initialized():  # that failed
         dist.destroy_process_group()
     distributed_c10d._world.group_count = 0  # by which torch names the next group; a failed init_process_group counts
-    for asked in asked_here:
-        found.asked, found.place = asked.count, asked.place
+    found.place = met[0].place if met else 0
     if before is not None:
         found.left = left_over(before)
     return found
@@ -383,24 +363,23 @@ def judge(sweep: Sweep, runs: list[Run], noticed: float = NOTICED) -> Iterator[s
         yield f"afterwards the group works on some ranks only: {groups}"
     if sweep.seconds and any(each.error or each.afterwards for each in runs):
         yield f"a slow request is an error: {[each.error or each.afterwards for each in runs]}"
-    if victim.error and not victim.afterwards and sweep.phase == "call" and any(each.error for each in runs[:1]):
+    if victim.error and not victim.afterwards and sweep.phase == "call":
         yield "the group works after an error"
     if victim.error and not any(name in victim.error for name in ("SystemFailure", "MemoryError")):
         yield f"rank {sweep.victim} is not told what ran out: {victim.error}"
 
 
-def sweep_here(me: Rank, library: Path, sweep: Sweep, first: int, last: int) -> list[list[Run]]:
+def sweep_here(me: Rank, library: Path, sweep: Sweep, most: int) -> list[list[Run]]:
     """All runs; each rank has the same list, of a Run for each rank."""
     all_runs: list[list[Run]] = []
     one_run(me, library, sweep, 0, None)  # what the first run of a process makes for good is there now
     before = holdings()
-    for number in range(first, last):
+    for number in range(1, most + 1):
+        me.begin(f"request {number}")
         own = one_run(me, library, sweep, number, before)
         me.store.set(f"{sweep}/{number}/{me.rank}", json.dumps(dataclasses.asdict(own)))
         runs = [Run(**json.loads(me.store.get(f"{sweep}/{number}/{rank}"))) for rank in range(me.size)]
         all_runs.append(runs)
-        if me.rank == 0:
-            me.report((number, runs))
         if runs[sweep.victim].place == 0:
             break
     return all_runs
@@ -438,7 +417,7 @@ def main() -> int:
                 continue
             began, bad = time.monotonic(), Counter[str]()
             try:
-                runs = run(sweep_here, 2, library, sweep, 1, args.most)[0]
+                runs = run(sweep_here, 2, library, sweep, args.most)[0]
             except (Exception, pytest.fail.Exception) as error:
                 print(f"{sweep}: BROKE: {str(error)[:1500]}", flush=True)
                 wrong += 1

@@ -27,7 +27,7 @@ def test_what_runs_out_is_an_error_on_all_ranks(
     library: Path, scenario: str, kind: str, phase: str, least: int
 ) -> None:
     sweep = Sweep(scenario, kind, phase)
-    runs = run(sweep_here, 2, library, sweep, 1, 100)[0]
+    runs = run(sweep_here, 2, library, sweep, 100)[0]
     failures = [each for each in runs if each[sweep.victim].place]
     assert len(failures) >= least
     assert [wrong for each in runs for wrong in judge(sweep, each, noticed=TIMEOUT)] == []
