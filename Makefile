@@ -176,7 +176,7 @@ $(VENV)/.wheel-tools: Makefile $(VENV)/.torch
 	@$(call install_missing,$(WHEEL_TOOLS))
 	@touch $@
 
-# docs/tested.md says what a release is made of.
+# CONTRIBUTING.md says what a release is made of.
 wheel: $(VENV)/.wheel-tools
 	$(PY) build_wheel.py $(TORCHS)
 
@@ -317,22 +317,33 @@ format: $(VENV)/.test-tools
 AARCH64 := aarch64-linux-gnu-
 
 # The stress program: csrc/stress and all of csrc that does not know torch, once under each sanitizer.
-STRESS_SOURCES := $(shell find csrc/core csrc/cuda csrc/nccl csrc/kernels csrc/transport csrc/engine csrc/parameter_server \
-  csrc/stress -name '*.cpp' ! -path csrc/parameter_server/bindings.cpp 2>/dev/null)
+STRESS_SOURCES := $(sort $(shell find csrc/core csrc/cuda csrc/nccl csrc/kernels csrc/transport csrc/engine csrc/parameter_server \
+  csrc/stress -name '*.cpp' ! -path csrc/parameter_server/bindings.cpp 2>/dev/null))
 WARNINGS := -Wall -Wextra $(if $(filter 1,$(RINGREDUCE_WERROR)),-Werror)
-STRESS_FLAGS := -std=c++20 -O1 -g1 $(WARNINGS) -ffp-contract=off -fno-omit-frame-pointer -pthread -Icsrc
+STRESS_FLAGS := -std=c++20 -O1 -g1 $(WARNINGS) -ffp-contract=off -fno-omit-frame-pointer -pthread -Icsrc -iquote.
 ifeq ($(origin CXX),default)
   CCACHE := $(shell command -v ccache)
 endif
 
+# The sources of a folder are compiled in one piece, as in build_module.py.
+STRESS_ALONE := $(filter csrc/kernels/%.cpp csrc/stress/%.cpp,$(STRESS_SOURCES))
+STRESS_FOLDERS := $(sort $(dir $(filter-out $(STRESS_ALONE),$(STRESS_SOURCES))))
+STRESS_PIECES := $(STRESS_FOLDERS:%=build/pieces/%all.cpp)
+
+$(STRESS_PIECES): build/pieces/%all.cpp: FORCE
+	@mkdir -p $(@D)
+	@printf '#include "%s"\n' $(foreach source,$(STRESS_SOURCES),$(if $(filter $*,$(dir $(source))),$(source))) > $@.new
+	@cmp -s $@.new $@ || cp $@.new $@
+FORCE:
+
 # Name, compiler, flags of both steps, flags of the first.
 define stress_build
-build/stress_$(1): $(STRESS_SOURCES:%.cpp=build/$(1)/%.o)
+build/stress_$(1): $(patsubst %.cpp,build/$(1)/%.o,$(STRESS_ALONE) $(STRESS_PIECES))
 	@$(2) $(3) -pthread $$^ -o $$@
 build/$(1)/%.o: %.cpp
 	@mkdir -p $$(@D); echo "  $(1) $$<"
 	@$$(CCACHE) $(2) $$(STRESS_FLAGS) $(3) $(4) -MMD -MP -c $$< -o $$@
--include $(STRESS_SOURCES:%.cpp=build/$(1)/%.d)
+-include $(patsubst %.cpp,build/$(1)/%.d,$(STRESS_ALONE) $(STRESS_PIECES))
 endef
 $(eval $(call stress_build,tsan,$$(CXX),-fsanitize=thread))
 $(eval $(call stress_build,asan,$$(CXX),-fsanitize=address$(comma)undefined,-fno-sanitize-recover=all))
@@ -358,11 +369,14 @@ aarch64:
 	@echo "== engine for aarch64 under QEMU =="
 	qemu-aarch64 build/stress_aarch64 $(AARCH64_SCENARIOS)
 
-# Syntax only: what compilers accept and warn about differs, what they make of it does not.
+# Syntax only: what compilers accept and warn about differs, what they make of it does not. The one of `make stress` has
+# read all this there.
 COMPILERS = $(sort $(notdir $(wildcard $(foreach folder,$(subst :, ,$(PATH)),$(folder)/g++-[0-9]* $(folder)/clang++-[0-9]*))))
 compilers:
 	@[ -n "$(COMPILERS)" ] || echo "no g++-N or clang++-N on PATH: NOT checked with any"
 	@for compiler in $(COMPILERS); do \
+	  if [ "$$(realpath "$$(command -v $$compiler)")" = "$$(realpath "$$(command -v $(CXX))")" ]; then \
+	    echo "$$compiler: make stress compiles with it"; continue; fi; \
 	  echo "$$compiler: $$($$compiler --version | head -n 1)"; \
 	  printf '%s\n' $(STRESS_SOURCES) | xargs -P $(JOBS) -n 4 \
 	    $$compiler -std=c++20 -fsyntax-only -Wall -Wextra -Werror -pthread -Icsrc || failed=1; \

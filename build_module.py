@@ -1,8 +1,9 @@
 """Compiles csrc to ringreduce/_C_torch<minor>...so, one file for each torch, for setup.py. It needs only ninja.
 
 Most of csrc knows neither torch nor Python and is compiled once. Only process_group/ and the bindings are compiled for
-each torch. A compiler takes ten seconds to read torch's headers, so these sources are compiled in two pieces, each as
-one file that includes them: a name that one of them declares for itself must not mean something else in another.
+each torch. Compilers spend most of their time on headers, ten seconds on torch's. So the sources of a folder are
+compiled in one piece, a file that includes them, and those that know torch in two: a name that one source declares for
+itself must not mean something else in another. Those of kernels/ stay apart, as each sets the instructions it is for.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from runpy import run_path
@@ -210,13 +212,18 @@ def build(package: Path) -> None:
     os.chdir(ROOT)
     file = NinjaFile(compiler())
     sources = sorted(path for path in CSRC.rglob("*.cpp") if "stress" not in path.parts)
-    engine, bindings, calls = [], [], []
+    bindings, calls = [], []
+    folders = defaultdict[Path, list[Path]](list)
     for source in sources:
         if knows_torch(source):
             (bindings if "bindings" in source.name else calls).append(source)
         else:
-            made_of_it = BUILD / "engine" / source.relative_to(CSRC).with_suffix(".o")
-            engine.append(file.add("compile", made_of_it, [source], str(source)))
+            folders[source if source.parent.name == "kernels" else source.parent].append(source)
+    engine = []
+    for what, members in folders.items():
+        made_of_it = BUILD / "engine" / what.relative_to(CSRC).with_suffix(".o")
+        source = members[0] if len(members) == 1 else piece(made_of_it.with_suffix(".cpp"), members)
+        engine.append(file.add("compile", made_of_it, [source], str(what)))
     made = set[Path]()
     for torch in torches():
         pieces = [

@@ -429,12 +429,6 @@ class Progress:
         self.title, self.steps, self.shown = title, steps, shown
         self._done, self._start = 0, time.monotonic()
 
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
     def advance(self, step: str) -> None:
         """Note that `step` is done."""
         self._done += 1

@@ -101,11 +101,11 @@ def compiler_call(venv: Path, library: Path) -> list[str | Path]:
 def install_all(names: Sequence[str]) -> dict[str, str]:
     """Install each of `names`; those that failed, with the reason."""
     failed = {}
-    with harness.Progress("setup", len(names), shown=bool(names)) as progress:
-        for name in names:
-            try:
-                install(name)
-            except BackendFailed as error:
-                failed[name] = str(error)
-            progress.advance(name)
+    progress = harness.Progress("setup", len(names), shown=bool(names))
+    for name in names:
+        try:
+            install(name)
+        except BackendFailed as error:
+            failed[name] = str(error)
+        progress.advance(name)
     return failed

@@ -150,15 +150,15 @@ def open_teams(
     """The backends' teams and those that copy, without the ones that failed."""
     teams: list[Team] = []
     names = [*backends, *COPIES]
-    with harness.Progress(f"{ranks} ranks", len(names), shown=True) as progress:
-        for name in names:
-            size = min(ranks, len(os.sched_getaffinity(0))) if name in COPIES else ranks
-            try:
-                teams.append(Team(name, size, folder, timeout, *start_of(name, size)))
-                stack.callback(teams[-1].close)
-            except BackendFailed as error:
-                notes.append(str(error))
-            progress.advance(f"start of {name}")
+    progress = harness.Progress(f"{ranks} ranks", len(names), shown=True)
+    for name in names:
+        size = min(ranks, len(os.sched_getaffinity(0))) if name in COPIES else ranks
+        try:
+            teams.append(Team(name, size, folder, timeout, *start_of(name, size)))
+            stack.callback(teams[-1].close)
+        except BackendFailed as error:
+            notes.append(str(error))
+        progress.advance(f"start of {name}")
     return teams
 
 
@@ -205,11 +205,11 @@ def measure(
         batch_time=batch_time,
         least=LEAST_ITERATIONS,
     )
-    with harness.Progress(f"{collective}, {ranks} ranks", rounds + 1, shown=True) as progress:
-        for turn in played:
-            progress.advance(f"round {turn}" if turn else "warm-up")
-            if turn < rounds and (found := probe()):
-                cases.append(found["case"])
+    progress = harness.Progress(f"{collective}, {ranks} ranks", rounds + 1, shown=True)
+    for turn in played:
+        progress.advance(f"round {turn}" if turn else "warm-up")
+        if turn < rounds and (found := probe()):
+            cases.append(found["case"])
     yield from (make_row(tally, dtype, cases) for tally in tallies)
 
 

@@ -147,11 +147,11 @@ def measure(settings: Settings) -> list[dict[str, Any]]:
     numbers = itertools.count()
     rows: list[dict[str, Any]] = []
     sizes = [settings.sizes[0], *settings.sizes]  # the first is dropped: the ranks have only just started
-    with harness.Progress(f"{dist.get_world_size()} ranks", len(sizes), shown=dist.get_rank() == 0) as progress:
-        for number, size in enumerate(sizes):
-            measured = measure_size(settings, groups, size, device, numbers)
-            rows += measured if number else []
-            progress.advance(harness.format_bytes(size))
+    progress = harness.Progress(f"{dist.get_world_size()} ranks", len(sizes), shown=dist.get_rank() == 0)
+    for number, size in enumerate(sizes):
+        measured = measure_size(settings, groups, size, device, numbers)
+        rows += measured if number else []
+        progress.advance(harness.format_bytes(size))
     return rows
 
 

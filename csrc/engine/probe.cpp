@@ -26,7 +26,7 @@
 namespace ringreduce {
 namespace {
 
-constexpr std::size_t kCached = 32 << 10, kScratch = 256 << 10, kMemory = 8 << 20;
+constexpr std::size_t kCached = 32 << 10, kCopied = 256 << 10, kMemory = 8 << 20;
 constexpr std::size_t kMostCores = 8;
 constexpr int kBatches = 5;                         // each figure is that of the best: others may use the machine too
 constexpr Nanoseconds kBatch = kMillisecond / 2;    // how long one lasts at least
@@ -230,20 +230,20 @@ Probe measured(std::span<const int> cores) {
       result.copy_cached = copy(kCached);
       result.add_cached = add(kCached);
       result.copy_memory = copy(kMemory);
-      const Buffer scratch = filled(kScratch);
+      const Buffer scratch = filled(kCopied);
       const auto to_scratch = [&](const auto& move) {
         return time([&] {
                  for (const Buffer* source : {&a, &b})
-                   for (std::size_t at = 0; at < kMemory; at += kScratch)
+                   for (std::size_t at = 0; at < kMemory; at += kCopied)
                      move(reinterpret_cast<std::byte*>(scratch.get()),
                           reinterpret_cast<std::byte*>(source->get()) + at);
                }) /
                static_cast<double>(2 * kMemory);
       };
       bool open = true;
-      result.copy_scratch = to_scratch([](std::byte* to, const std::byte* from) { std::memcpy(to, from, kScratch); });
+      result.copy_scratch = to_scratch([](std::byte* to, const std::byte* from) { std::memcpy(to, from, kCopied); });
       result.fetch_scratch = to_scratch([&](std::byte* to, const std::byte* from) {
-        open &= read_memory(getpid(), to, reinterpret_cast<std::uint64_t>(from), kScratch) == 0;
+        open &= read_memory(getpid(), to, reinterpret_cast<std::uint64_t>(from), kCopied) == 0;
       });
       if (!open) result.fetch_scratch = 0;
     }

@@ -17,11 +17,11 @@
 #include "core/arithmetic.h"
 #include "core/descriptors.h"
 #include "core/error.h"
+#include "transport/region.h"
 
 namespace ringreduce {
 namespace {
 
-constexpr std::size_t kPage = 4096;
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 constexpr std::size_t kNone = std::numeric_limits<std::size_t>::max();
 

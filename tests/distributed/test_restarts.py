@@ -162,10 +162,11 @@ def test_the_next_attempt_works(backend: str, where: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("by_hosts", [False, True])
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_next_attempt_works_after_each_point(backend: str, size: int, by_hosts: bool) -> None:
+@pytest.mark.parametrize(
+    ("backend", "size", "by_hosts"),
+    [("static", 2, True), ("static", 3, False), ("c10d", 2, False), ("c10d", 3, True)],  # each two of them meet
+)
+def test_the_next_attempt_works_after_some_points(backend: str, size: int, by_hosts: bool) -> None:
     for victims in trials(size, by_hosts, every=45):
         trial(backend, size, victims, by_hosts)
 

@@ -5,8 +5,8 @@
 FOLDER then has libcuda.so.1, for RINGREDUCE_LIBCUDA, kernels.so, for modules whose image is the text
 "so:FOLDER/kernels.so", and the rest that `make test` needs; with `all` also what `make test-rest` does. Needs a C++20
 compiler ($CXX, or c++). CXXFLAGS are added to all calls of the compiler. What is up to date stays as it is: processes
-that have it open go on. Sources in csrc that the extension has compiled already are not compiled again, unless CXXFLAGS
-or the flags of the target ask for something else.
+that have it open go on. What the extension has compiled of csrc already is not compiled again, unless CXXFLAGS or the
+flags of the target ask for something else.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ INCLUDES = [f"-I{ROOT / 'csrc'}", f"-I{STAND_IN}"]
 @dataclass(frozen=True)
 class Target:
     sources: tuple[str, ...]
-    """Globs."""
+    """Globs. A folder of csrc is one piece, as in build_module.py."""
 
     flags: tuple[str, ...] = ()
     """More of them, for compiling and for linking."""
@@ -56,7 +56,7 @@ DRIVER_TEST = {
     "driver_test": Target(
         (
             *(f"tests/stand_in/driver/{name}.cpp" for name in ("main", "one_process", "between_processes")),
-            *("tests/stand_in/driver/our_kernels.cpp", "csrc/core/*.cpp", "csrc/cuda/*.cpp", "csrc/stress/plans.cpp"),
+            *("tests/stand_in/driver/our_kernels.cpp", "csrc/core", "csrc/cuda", "csrc/stress/plans.cpp"),
             *(f"csrc/engine/{name}.cpp" for name in ("program", "gpu/batches", "gpu/flat_program")),
         )
     ),
@@ -69,8 +69,8 @@ NCCL_TEST = {
     "nccl_test": Target(
         (
             *("tests/stand_in/nccl_test.cpp", "csrc/stress/harness.cpp", "csrc/stress/plans.cpp"),
-            *(f"csrc/{part}/*.cpp" for part in ("core", "cuda", "nccl", "engine", "engine/gpu", "kernels")),
-            *("csrc/kernels/gpu/*.cpp", "csrc/transport/*.cpp"),
+            *(f"csrc/{part}" for part in ("core", "cuda", "nccl", "engine", "engine/gpu", "kernels/gpu", "transport")),
+            "csrc/kernels/*.cpp",
         )
     ),
 }
@@ -156,6 +156,10 @@ def _compile(source: Path, flags: tuple[str, ...], objects: Path) -> Path:
     name = "-".join(source.relative_to(ROOT).with_suffix("").parts)
     if flags:
         name += f"-{hashlib.sha256(' '.join(flags).encode()).hexdigest()[:8]}"
+    if source.is_dir():
+        members = sorted(source.glob("*.cpp"))
+        source = objects / f"{name}.cpp"
+        source.write_text("".join(f'#include "{member}"\n' for member in members))
     depends = objects / f"{name}.d"
 
     def inputs() -> list[Path]:  # depends: "target: source header \\ header ..."
@@ -167,10 +171,11 @@ def _compile(source: Path, flags: tuple[str, ...], objects: Path) -> Path:
 
 
 def _of_extension(source: Path) -> Path | None:
-    """The object that build_module.py has of it, if it is newer than the source and than every header."""
+    """The object that build_module.py has of it, if it is newer than its source or sources and than every header."""
     if not source.is_relative_to(ROOT / "csrc"):
         return None
-    newest = max(source.stat().st_mtime, _newest_header())
+    sources = source.glob("*.cpp") if source.is_dir() else [source]
+    newest = max(_newest_header(), *(each.stat().st_mtime for each in sources))
     place = ROOT / "build/engine" / source.relative_to(ROOT / "csrc").with_suffix(".o")
     return place if place.exists() and place.stat().st_mtime > newest else None
 

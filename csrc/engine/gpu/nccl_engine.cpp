@@ -16,10 +16,12 @@ constexpr std::chrono::seconds kCallPatience{1};
 constexpr Nanoseconds kEndPatience = 5 * kSecond;
 constexpr std::size_t kTokenBytes = 64;
 
+}  // namespace
+
 // Messages over one communicator, on one stream.
-class Wire final : public PointToPoint {
+class NcclWire final : public PointToPoint {
  public:
-  Wire(const Engine& host, const nccl::Communicator& communicator, const cuda::Stream& stream)
+  NcclWire(const Engine& host, const nccl::Communicator& communicator, const cuda::Stream& stream)
       : host_(host), communicator_(communicator), stream_(stream) {}
 
   int rank() const override { return host_.rank(); }
@@ -56,15 +58,13 @@ class Wire final : public PointToPoint {
   const cuda::Stream& stream_;
 };
 
-}  // namespace
-
 struct NcclEngine::Lane {
   Lane(const Engine& host, const cuda::DevicePtr& gpu, const nccl::Communicator& communicator,
        std::function<const cuda::Function&(const std::string&)> kernel)
       : stream(gpu), wire(host, communicator, stream), device(stream, std::move(kernel)), done(gpu) {}
 
   cuda::Stream stream;
-  Wire wire;
+  NcclWire wire;
   StreamDevice device;
   cuda::Event done;
 };

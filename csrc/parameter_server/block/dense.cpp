@@ -12,7 +12,8 @@
 namespace ringreduce::parameter_server {
 namespace {
 
-constexpr std::size_t kSlice = 32 * 1024;  // bytes of a gradient that are combined at once, to stay in the cache
+constexpr std::size_t kGradientSlice =
+    32 * 1024;  // bytes of a gradient that are combined at once, to stay in the cache
 
 // How the pushes of an update are combined into one gradient.
 struct Combination {
@@ -134,8 +135,8 @@ void Dense::update(const Operation& operation, const Means& means) {
     combine.sources.insert(combine.sources.begin(), value);
     combine.weights.insert(combine.weights.begin(), 1);
   }
-  const std::size_t slice = kSlice / size;
-  means.scratch.resize((combine.sources.size() + 2) * kSlice);
+  const std::size_t slice = kGradientSlice / size;
+  means.scratch.resize((combine.sources.size() + 2) * kGradientSlice);
   for (std::size_t begin = 0; begin < spec.count; begin += slice) {
     const std::size_t count = std::min(slice, spec.count - begin);
     std::byte* const to = out + begin * size;
@@ -148,9 +149,9 @@ void Dense::update(const Operation& operation, const Means& means) {
     part.step = steps;
     part.count = count;
     part.value = value + begin * size;
-    part.scratch = means.scratch.data() + kSlice;
+    part.scratch = means.scratch.data() + kGradientSlice;
     part.roots = means.roots;
-    part.gradient = combine(means.scratch.data(), begin, count, means.scratch.data() + 2 * kSlice);
+    part.gradient = combine(means.scratch.data(), begin, count, means.scratch.data() + 2 * kGradientSlice);
     part.out = to;
     for (std::size_t i = 0; i < static_cast<std::size_t>(spec.rule.states()); ++i) {
       const std::size_t at = (i * spec.count + begin) * size;

@@ -17,11 +17,11 @@ namespace {
 constexpr std::size_t kSlab = 2 * 1024 * 1024;  // the size of a huge page, since rows are read in random order
 constexpr std::size_t kNone = SIZE_MAX;
 constexpr std::size_t kId = sizeof(std::int64_t);
-constexpr std::size_t kFewest = 8;           // smallest number of entries of an index
-constexpr std::size_t kIndexBytes = 43;      // most per row: an index of 16-byte entries is at least 3/8 full
-constexpr std::size_t kSlice = 16 * 1024;    // bytes of values that are updated at once, to stay in the cache
-constexpr std::size_t kAtOnce = 32;          // rows that are looked up at once, so that cache misses overlap
-constexpr std::size_t kPrefetched = 4 * 64;  // most bytes of a row that are prefetched
+constexpr std::size_t kFewest = 8;             // smallest number of entries of an index
+constexpr std::size_t kIndexBytes = 43;        // most per row: an index of 16-byte entries is at least 3/8 full
+constexpr std::size_t kRowsSlice = 16 * 1024;  // bytes of values that are updated at once, to stay in the cache
+constexpr std::size_t kAtOnce = 32;            // rows that are looked up at once, so that cache misses overlap
+constexpr std::size_t kPrefetched = 4 * 64;    // most bytes of a row that are prefetched
 
 void prefetch(const std::byte* row, std::size_t bytes) {
   for (std::size_t line = 0; line < std::min(bytes, kPrefetched); line += 64) __builtin_prefetch(row + line, 1);
@@ -249,7 +249,7 @@ void Table::apply(const Operation& operation, const Means& means) {
 void Table::update(std::span<const Batch> batches, double divisor, const Means& means, std::size_t room) {
   const std::byte* const gradients = merge(batches, divisor);
   check_room(room);
-  const std::size_t slice = std::min(ids_.size(), std::max<std::size_t>(1, kSlice / row_bytes_));
+  const std::size_t slice = std::min(ids_.size(), std::max<std::size_t>(1, kRowsSlice / row_bytes_));
   scratch_.resize(std::max(scratch_.size(), slice_bytes(slice)));
   find_or_make();
   ++steps;
