@@ -5,6 +5,7 @@ process that is forked from it without.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 
 
@@ -22,6 +23,7 @@ def cuda_in_use(library: str = "libcuda.so.1") -> str:
     return "" if status == 3 else f"cuInit was called: cuDeviceGetCount gives {status}"  # 3: not initialised
 
 
+gc.freeze()  # a rank's collector would write to, and so copy, every page it has from the server
 PID = os.getpid()
 CUDA_IN_USE = cuda_in_use()
 
