@@ -136,7 +136,9 @@ void Server::leave_to_backup() {
     replica_.pass(Step::leaves);
   };
   const Nanoseconds until = ringreduce::now() + kLeaving;
-  for (order(leave); !leaves; order(leave)) {
+  while (true) {
+    order(leave);
+    if (leaves) return;
     if (ringreduce::now() > until) {
       unfreeze();
       throw Error(ErrorKind::invalid_argument, "this server's backup has not carried out its log in time to go on");
