@@ -180,9 +180,9 @@ class Bounded(Values):
     """
 
     def __init__(self, store: Any, seconds: float = UNANSWERED) -> None:
+        self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # first: __del__ needs it
         require(store, ("compare_set", *METHODS))
         self._store, self._seconds = store, seconds
-        self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._under_way: list[float] = []
         """The time at which the request under way began; empty if there is none."""
         given = self._requests, self._under_way  # not this object: the thread must not keep it alive, since it ends it
