@@ -67,8 +67,8 @@ class Mailbox {
   void post(const std::shared_ptr<Message>& message);
   // Ends when the message is done; throws its error. Throws timeout when `patience` is over; the message lives on then.
   void wait(const std::shared_ptr<Message>& message, Nanoseconds patience = kForever);
-  // Ends all pending messages with `error`, and the thread. Idempotent.
-  void stop(const Error& error);
+  // Ends all pending messages, and the thread. Idempotent. Needs no memory.
+  void stop();
 
  private:
   // How a slot is filled, if the receiver is on this host.
@@ -98,8 +98,10 @@ class Mailbox {
     std::optional<Arrival> arriving;  // into a receive
   };
 
+  using Messages = std::list<std::shared_ptr<Message>>;
+
   bool progress();
-  void finish(std::vector<std::shared_ptr<Message>> finished);
+  void finish(Messages finished);
   bool send_some(int rank, Pair& pair);
   void fill(Pair& pair, MessageHeader& slot, const std::byte* from, std::size_t bytes) const;
   bool receive_some(int rank, Pair& pair);
@@ -123,9 +125,9 @@ class Mailbox {
   std::condition_variable work_;
   Standstill standstill_;                           // time that no message's timeout counts
   std::vector<Pair> pairs_;                         // by peer
-  std::list<std::shared_ptr<Message>> receives_;    // posted, not matched, oldest first
-  std::vector<std::shared_ptr<Message>> finished_;  // done; on_done still to be called, without the lock
-  std::vector<std::shared_ptr<Message>> all_;       // every message that is not done, oldest first
+  Messages receives_;                               // posted, not matched, oldest first
+  Messages finished_;                               // done; on_done still to be called, without the lock
+  Messages all_;                                    // every message that is not done, oldest first
   // The oldest message at the latest look: how much of it had moved, and since when.
   struct {
     std::weak_ptr<Message> message;
@@ -133,6 +135,7 @@ class Mailbox {
     Nanoseconds since = 0;
     Reminder reminder;
   } stuck_;
+  const Error stopped_{ErrorKind::aborted, "the group was destroyed before the message was done"};
   bool stopping_ = false;
   std::thread driver_;
 };

@@ -60,8 +60,7 @@ ProcessGroupRing::ProcessGroupRing(std::shared_ptr<Engine> engine, const Setting
       settings_.recorded_calls, settings_.print_calls,
       CallLog::Group{settings_.name, "", settings_.global_ranks, getRank(), settings_.id, settings_.job});
   shared_->dump_when_broken = settings_.dump_when_broken;
-  running_ = std::make_shared<Running>();
-  running_->engine = std::move(engine);
+  running_ = std::make_shared<Running>(std::move(engine));
   running_->surroundings = shared_;
   init();
   auto& living = process_wide<LivingGroups<Running>>();
@@ -77,7 +76,10 @@ void ProcessGroupRing::release_resources() {
   if (shared_->fork.forked()) return (void)new std::shared_ptr(std::move(running_));  // left alone, on purpose
   {
     const WithoutGil no_gil;
-    warn_of(running_->end());
+    try {
+      warn_of(running_->end());
+    } catch (const std::bad_alloc&) {  // of the warning
+    }
   }
   running_.reset();
   fusion_buffer_.clear();
@@ -115,11 +117,11 @@ void ProcessGroupRing::shutdown() {
 std::optional<Error> ProcessGroupRing::Running::end() {
   if (gpu) gpu->stop();
   if (surroundings->queue.busy())
-    engine->abort(c10::str(engine->number(engine->rank()), " destroyed the group while calls were under way"));
+    engine->fail(broken_off);
   surroundings->queue.stop();
   if (wire) wire->leave();
   if (surroundings->mailbox)
-    surroundings->mailbox->stop(Error(ErrorKind::aborted, "the group was destroyed before the message was done"));
+    surroundings->mailbox->stop();
   surroundings->completions.stop();
   if (team) team->leave();
   auto& living = process_wide<LivingGroups<Running>>();

@@ -17,15 +17,21 @@ namespace ringreduce {
 
 // The parts with threads and locks. A forked child must leave them alone.
 struct ProcessGroupRing::Running {
+  explicit Running(std::shared_ptr<Engine> of)
+      : engine(std::move(of)),
+        broken_off(ErrorKind::aborted,
+                   engine->number(engine->rank()) + " destroyed the group while calls were under way") {}
+
   // Ends what is under way, and all threads. Idempotent; from any thread. Returns, the first time, the error for this
-  // rank if ranks are known to have made different calls.
+  // rank if ranks are known to have made different calls. Needs no memory, but for that error.
   std::optional<Error> end();
 
-  std::shared_ptr<Engine> engine;
+  const std::shared_ptr<Engine> engine;
   std::shared_ptr<Team> team;                      // null where ranks share no memory
   std::shared_ptr<C10dPointToPoint> wire;          // null where they do
   std::shared_ptr<WorkSurroundings> surroundings;  // the queue's, the mailbox's and the completions' threads
   std::unique_ptr<GpuCalls> gpu;                   // null until the group has an engine for CUDA tensors
+  const Error broken_off;                          // of the other ranks where this one ends while calls are under way
   std::atomic<bool> ended{false};
 };
 

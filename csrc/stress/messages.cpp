@@ -137,7 +137,7 @@ void two_set_aside() {
     check(p->bytes() == std::vector(p->bytes().size(), static_cast<std::byte>(p->message->peer + 1)),
           "messages: wrong content from any source");
   }
-  mailbox.stop(Error(ErrorKind::aborted, "the case is over"));
+  mailbox.stop();
 }
 
 }  // namespace

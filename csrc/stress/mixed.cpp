@@ -33,7 +33,7 @@ class Member {
   ~Member() {
     if (queue_.busy()) rank_->engine.abort("left while calls were under way");
     queue_.stop();
-    rank_->mailbox.stop(Error(ErrorKind::aborted, "left"));
+    rank_->mailbox.stop();
     completions_.stop();
   }
 

@@ -27,13 +27,14 @@ struct Mapped {
 std::size_t Geometry::segment_bytes() const { return Segment::kHeaderBytes + Layout(*this).region_bytes * ranks; }
 
 Segment::Segment(const FileDescriptor& memfd, const Geometry& geometry)
-    : layout_(geometry), bytes_(geometry.segment_bytes()) {
-  void* const mapped = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, memfd.get(), 0);
+    : layout_(geometry), base_(nullptr, {geometry.segment_bytes()}) {
+  const std::size_t bytes = base_.get_deleter().bytes;
+  void* const mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, memfd.get(), 0);
   if (mapped == MAP_FAILED)
     throw Error(ErrorKind::system,
-                "cannot map " + std::to_string(bytes_) +
+                "cannot map " + std::to_string(bytes) +
                     " bytes of shared memory (channel_bytes in RINGREDUCE_ENGINE lowers it): " + std::strerror(errno));
-  base_ = static_cast<std::byte*>(mapped);
+  base_.reset(static_cast<std::byte*>(mapped));
   auto& all = process_wide<Mapped>();
   std::lock_guard lock(all.mutex);
   all.segments.insert(this);
@@ -80,12 +81,11 @@ void Segment::show(FileDescriptor memfd, const Title& group) {
 }
 
 Segment::~Segment() {
-  {
-    auto& all = process_wide<Mapped>();
-    std::lock_guard lock(all.mutex);
-    all.segments.erase(this);
-  }
-  munmap(base_, bytes_);
+  auto& all = process_wide<Mapped>();
+  std::lock_guard lock(all.mutex);
+  all.segments.erase(this);
 }
+
+void Segment::Unmap::operator()(std::byte* memory) const { munmap(memory, bytes); }
 
 }  // namespace ringreduce

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 
 #include "core/file_descriptor.h"
@@ -59,14 +60,17 @@ class Segment {
   static std::size_t offset_of(int rank, const Layout& layout) {
     return kHeaderBytes + layout.region_bytes * static_cast<std::size_t>(rank);
   }
-  Region region(int rank) const { return {base_ + offset_of(rank, layout_), layout_}; }
+  Region region(int rank) const { return {base_.get() + offset_of(rank, layout_), layout_}; }
 
  private:
-  Header& header() const { return *reinterpret_cast<Header*>(base_); }
+  struct Unmap {
+    std::size_t bytes;
+    void operator()(std::byte* memory) const;
+  };
+  Header& header() const { return *reinterpret_cast<Header*>(base_.get()); }
 
   const Layout layout_;
-  const std::size_t bytes_;
-  std::byte* base_;
+  std::unique_ptr<std::byte, Unmap> base_;
   FileDescriptor shown_;
 };
 

@@ -20,20 +20,32 @@ std::shared_ptr<std::byte> private_memory(std::size_t bytes) {
   return {static_cast<std::byte*>(mapped), [bytes](std::byte* memory) { munmap(memory, bytes); }};
 }
 
-std::vector<FileDescriptor> owned(const std::vector<int>& descriptors, std::size_t count) {
-  std::vector<FileDescriptor> all(std::max(descriptors.size(), count));
-  for (std::size_t i = 0; i < descriptors.size(); ++i) all[i] = FileDescriptor(descriptors[i]);
-  return all;
-}
+// Descriptors by rank. Those that nobody has taken are closed with this object, which needs no memory.
+class Descriptors {
+ public:
+  explicit Descriptors(std::vector<int>&& all) : all_(std::move(all)) {}
+  Descriptors(const Descriptors&) = delete;
+  Descriptors& operator=(const Descriptors&) = delete;
+  ~Descriptors() {
+    for (const int fd : all_) FileDescriptor{fd};
+  }
+
+  FileDescriptor take(std::size_t rank) {
+    return FileDescriptor(rank < all_.size() ? std::exchange(all_[rank], -1) : -1);
+  }
+
+ private:
+  std::vector<int> all_;
+};
 
 }  // namespace
 
 std::shared_ptr<Team> Team::of(Roster roster) {
   FileDescriptor memfd(roster.memfd);
+  Descriptors pidfds(std::move(roster.pidfds)), arenas(std::move(roster.arenas));
   const std::size_t ranks = roster.geometry.ranks;
   const auto is_elsewhere = [&](std::size_t r) { return r < roster.elsewhere.size() && roster.elsewhere[r]; };
   try {
-    std::vector<FileDescriptor> pidfds = owned(roster.pidfds, ranks), arenas = owned(roster.arenas, ranks);
     const auto segment = std::make_shared<Segment>(memfd, roster.geometry);
     const std::shared_ptr<Team> team(new Team(roster, segment));
     for (std::size_t r = 0; r < ranks; ++r) {
@@ -42,8 +54,8 @@ std::shared_ptr<Team> Team::of(Roster roster) {
       if (is_elsewhere(r))
         team->add_linked(rank, roster.names.at(r));
       else
-        team->add(rank, roster.names.at(r), std::move(pidfds[r]), r < roster.threads.size() ? roster.threads[r] : 0,
-                  arenas[r]);
+        team->add(rank, roster.names.at(r), pidfds.take(r), r < roster.threads.size() ? roster.threads[r] : 0,
+                  arenas.take(r));
     }
     std::size_t first = 0;  // of the ranks on this host
     while (is_elsewhere(first)) ++first;
@@ -115,8 +127,8 @@ void Team::leave() {
   wake_all();
   if (!links_) return;
   links_->leave();
-  // Called as a copy, since it may let go of the group, and of this object with it.
-  if (const auto disconnect = disconnect_) disconnect();
+  // Not called as a member, since it may let go of the group, and of this object with it.
+  if (const auto disconnect = std::move(disconnect_)) disconnect();
 }
 
 void Team::wake_all() {  // also where of() has failed before it knew all peers

@@ -108,7 +108,7 @@ class Team {
   const std::shared_ptr<Segment> segment_;
   const std::shared_ptr<OpenMemory> memory_;
   const std::shared_ptr<Arena> arena_;
-  const std::function<void()> disconnect_;
+  std::function<void()> disconnect_;
   const std::function<void(const std::string&)> warn_;
   const Nanoseconds warn_after_;
   const Layout layout_;

@@ -9,6 +9,15 @@ from collections.abc import Callable
 
 from ringreduce.common.descriptors import above_streams
 
+_MEMORY = "free memory, or start fewer processes on this host"
+WANTS = {
+    errno.EMFILE: "raise `ulimit -n`",
+    errno.ENFILE: "raise fs.file-max",
+    errno.ETOOMANYREFS: "raise `ulimit -n`",
+    errno.ENOMEM: _MEMORY,
+    errno.ENOBUFS: _MEMORY,
+}
+"""By the error of a call for which this process, or its host, has run out of something: what to do."""
 _REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EAFNOSUPPORT)
 
 
@@ -42,7 +51,9 @@ def refused_calls() -> list[str]:
 
 
 def explained(error: OSError) -> str:
-    """What to say of an error: where the process is refused system calls, which they are, and what to do."""
+    """What to say of an error, and what to do; where the process is refused system calls, which they are."""
+    if error.errno in WANTS:
+        return f"{error.strerror}; {WANTS[error.errno]}"
     refused = ", ".join(refused_calls()) if error.errno in _REFUSED else ""
     if not refused:
         return str(error)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from ringreduce.common.descriptors import above_streams
 from ringreduce.common.failures import SystemFailure
 from ringreduce.common.files import text_of
+from ringreduce.common.system import WANTS
 
 
 class Who(NamedTuple):
@@ -150,9 +151,8 @@ def own_pidfd() -> int:
 def pidfd_fix(error: OSError) -> str:
     """What to do where pidfd_open has failed, to be put behind the reason."""
     fixes = {
-        errno.ENOSYS: "; ringreduce needs Linux 5.3 or newer",
-        errno.EPERM: "; let the container's or service's seccomp filter allow pidfd_open",
-        errno.EMFILE: "; raise `ulimit -n`",
-        errno.ENFILE: "; raise fs.file-max",
+        errno.ENOSYS: "ringreduce needs Linux 5.3 or newer",
+        errno.EPERM: "let the container's or service's seccomp filter allow pidfd_open",
     }
-    return fixes.get(error.errno or 0, "")
+    fix = fixes.get(error.errno or 0) or WANTS.get(error.errno or 0)
+    return f"; {fix}" if fix else ""

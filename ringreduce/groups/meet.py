@@ -42,7 +42,7 @@ from ringreduce.common.failures import (
     SystemFailure,
     TopologyError,
 )
-from ringreduce.common.system import explained
+from ringreduce.common.system import WANTS, explained
 from ringreduce.coordination.endpoint import NONCE, Config, Endpoint, Location, PreparedEndpoint, door_at
 from ringreduce.coordination.process import own_pidfd
 from ringreduce.groups.arrivals import WHO, passed
@@ -428,6 +428,8 @@ def _invite(me: _Announced, roster: Roster, rank: int, text: int) -> socket.sock
         send(connection, mine, [text], me.exchange.deadline)
     except OSError as error:
         connection.close()
+        if error.errno in WANTS:
+            raise
         _look_for_reason(me.exchange)
         home = roster["who"][me.rank][0]
         raise SystemFailure(
@@ -462,8 +464,11 @@ def _look_for_reason(exchange: Exchange) -> None:
         time.sleep(0.01)
 
 
-def _lost(exchange: Exchange, rank: int, error: Exception) -> RingReduceError:
-    """For a rank of this host, the connection with which has failed."""
+def _lost(exchange: Exchange, rank: int, error: Exception) -> Exception:
+    """For a rank of this host, the connection with which has failed; `error` itself if that is for want of something
+    here."""
+    if isinstance(error, OSError) and error.errno in WANTS:
+        return error
     _look_for_reason(exchange)
     return PeerLost(f"making the group: {exchange.describe(rank)} died or left: {error}", rank)
 

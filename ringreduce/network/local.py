@@ -36,8 +36,12 @@ def shared_memory(segment_bytes: int) -> int:
 def written(text: str) -> int:
     """A descriptor from which others can read it."""
     fd = above_streams(os.memfd_create("ringreduce roster", os.MFD_CLOEXEC))
-    with open(fd, "wb", closefd=False) as file:
-        file.write(text.encode())
+    try:
+        with open(fd, "wb", closefd=False) as file:
+            file.write(text.encode())
+    except BaseException:
+        os.close(fd)
+        raise
     return fd
 
 

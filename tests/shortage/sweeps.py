@@ -192,6 +192,17 @@ def takes_from_the_arena(me: Rank) -> Callable[[], Values]:
     return call
 
 
+def receives_in_vain(me: Rank) -> Callable[[], Values]:
+    """The group has the message until it ends."""
+    got, source = torch.zeros(10), (me.rank - 1) % me.size
+
+    def call() -> Values:
+        dist.irecv(got, source)
+        return []
+
+    return call
+
+
 def makes_a_subgroup(me: Rank) -> Callable[[], Values]:
     def call() -> Values:
         group = dist.new_group(list(range(me.size)))
@@ -222,6 +233,7 @@ CALLS: dict[str, Scenario] = {
     "barrier": waits_at_a_barrier,
     "arena": takes_from_the_arena,
     "subgroup": makes_a_subgroup,
+    "receive in vain": receives_in_vain,
 }
 
 TRANSPORTS: dict[str, dict[str, Any]] = {"shared_memory": {}, "tcp": {"transport": "tcp"}}
@@ -369,12 +381,12 @@ def judge(sweep: Sweep, runs: list[Run], noticed: float = NOTICED) -> Iterator[s
         yield f"rank {sweep.victim} is not told what ran out: {victim.error}"
 
 
-def sweep_here(me: Rank, library: Path, sweep: Sweep, most: int) -> list[list[Run]]:
-    """All runs; each rank has the same list, of a Run for each rank."""
+def sweep_here(me: Rank, library: Path, sweep: Sweep, most: int, first: int = 1) -> list[list[Run]]:
+    """All runs, up to the `most`-th request; each rank has the same list, of a Run for each rank."""
     all_runs: list[list[Run]] = []
     one_run(me, library, sweep, 0, None)  # what the first run of a process makes for good is there now
     before = holdings()
-    for number in range(1, most + 1):
+    for number in range(first, most + 1):
         me.begin(f"request {number}")
         own = one_run(me, library, sweep, number, before)
         me.store.set(f"{sweep}/{number}/{me.rank}", json.dumps(dataclasses.asdict(own)))
@@ -398,8 +410,9 @@ def sweeps() -> Iterator[Sweep]:
     for transport in TRANSPORTS:
         for kind in KINDS:
             if kind not in ("wait", "process", "disk"):
-                yield Sweep("barrier", kind, "make", transport)
-                yield Sweep("barrier", kind, "destroy", transport)
+                for victim in (0, 1):
+                    yield Sweep("barrier", kind, "make", transport, victim)
+                yield Sweep("receive in vain", kind, "destroy", transport)
                 for name in CALLS:
                     yield Sweep(name, kind, "call", transport)
 

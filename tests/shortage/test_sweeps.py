@@ -16,18 +16,21 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("scenario", "kind", "phase", "least"),
+    ("sweep", "first", "last", "least"),
     [
-        ("all_reduce 64 B", "allocation", "call", 9),
-        ("messages 16 MB", "allocation", "call", 10),
-        ("barrier", "descriptor", "make", 3),
+        (Sweep("all_reduce 64 B", "allocation"), 1, 100, 9),
+        (Sweep("messages 16 MB", "allocation"), 1, 100, 10),
+        (Sweep("barrier", "descriptor", "make"), 1, 100, 3),
+        (Sweep("barrier", "socket_call", "make"), 1, 100, 2),
+        (Sweep("barrier", "allocation", "make"), 30, 45, 16),  # while it takes descriptors and maps the segment
+        (Sweep("receive in vain", "allocation", "destroy"), 1, 100, 1),
     ],
+    ids=str,
 )
 def test_what_runs_out_is_an_error_on_all_ranks(
-    library: Path, scenario: str, kind: str, phase: str, least: int
+    library: Path, sweep: Sweep, first: int, last: int, least: int
 ) -> None:
-    sweep = Sweep(scenario, kind, phase)
-    runs = run(sweep_here, 2, library, sweep, 100)[0]
+    runs = run(sweep_here, 2, library, sweep, last, first)[0]
     failures = [each for each in runs if each[sweep.victim].place]
     assert len(failures) >= least
     assert [wrong for each in runs for wrong in judge(sweep, each, noticed=TIMEOUT)] == []
