@@ -385,6 +385,8 @@ def sweep_here(me: Rank, library: Path, sweep: Sweep, most: int, first: int = 1)
     """All runs, up to the `most`-th request; each rank has the same list, of a Run for each rank."""
     all_runs: list[list[Run]] = []
     one_run(me, library, sweep, 0, None)  # what the first run of a process makes for good is there now
+    gc.collect()
+    gc.freeze()  # all that is there now, so that each run's collection is short
     before = holdings()
     for number in range(first, most + 1):
         me.begin(f"request {number}")
