@@ -3,6 +3,7 @@
 #include <memory>
 #include <oneapi/ccl.hpp>
 #include <optional>
+#include <string>
 
 // The static library asks its program for these hooks of a profiler; none is attached.
 extern "C" {
@@ -49,6 +50,22 @@ void join(int size, int rank, const char* address) {
 void barrier() { ccl::barrier(*world).wait(); }
 
 void all_reduce(void* in, void* out, size_t count) { ccl::allreduce(in, out, count, FLOAT, SUM, *world).wait(); }
+
+// Any dtype and operation, by their numbers in types.hpp; with `combine` that function is the operation. The error, or
+// null.
+const char* all_reduce_by(void* in, void* out, size_t count, int dtype, int op, ccl::reduction_fn combine) {
+  static std::string failure;
+  try {
+    auto attributes = ccl::create_operation_attr<ccl::allreduce_attr>();
+    if (combine) attributes.set<ccl::allreduce_attr_id::reduction_fn>(combine);
+    const auto type = static_cast<ccl::datatype>(dtype);
+    ccl::allreduce(in, out, count, type, static_cast<ccl::reduction>(op), *world, attributes).wait();
+    return nullptr;
+  } catch (const std::exception& error) {
+    failure = error.what();
+    return failure.c_str();
+  }
+}
 
 // `count` is that of a rank's part, here and below.
 void reduce_scatter(void* in, void* out, size_t count) {

@@ -9,10 +9,9 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-WORKER, _, SOCKET = sys.argv[1:]
-sys.path.insert(0, str(Path(WORKER).parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ringreduce/cli/bench"))
 
-import worker  # noqa: E402
+import worker
 
 
 class OneCcl(worker.Mpi):
@@ -38,4 +37,5 @@ class OneCcl(worker.Mpi):
         )
 
 
-worker.serve(OneCcl(), SOCKET)
+if __name__ == "__main__":
+    worker.serve(OneCcl(), sys.argv[3])

@@ -36,7 +36,7 @@ MPIS = {
         ("mpiexec", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "--mca", "coll_xhc_priority", "90"),
     ),
     "mpich": Mpi("mpich", ("mpiexec.hydra",), {"MPIR_CVAR_DEVICE_COLLECTIVES": "none"}),
-    "impi": Mpi("impi-rt", ("mpiexec.hydra",), {"I_MPI_FABRICS": "shm"}),
+    "impi": Mpi("impi-rt", ("mpiexec.hydra",), {"I_MPI_FABRICS": "shm"}, ("impi-devel",)),
     "oneccl": Mpi(
         "impi-rt",
         ("mpiexec.hydra",),
@@ -59,12 +59,16 @@ def start_of(name: str, ranks: int) -> tuple[list[str | Path], dict[str, str]]:
     """What starts the ranks of the team `name`, if not worker.py, and what they find set."""
     if name not in MPIS:
         return [], COPIES.get(name, {})
+    command, environment = launch(name, ranks)
+    return [*command, *([FOLDER / "oneccl.py"] if name == "oneccl" else [])], environment
+
+
+def launch(name: str, ranks: int) -> tuple[list[str | Path], dict[str, str]]:
+    """The launcher of an MPI library, up to the Python of its ranks, and what they find set."""
     binaries = VENVS / name / "bin"
     launcher, *options = MPIS[name].launcher
     command: list[str | Path] = [binaries / launcher, *options, "-n", str(ranks), binaries / "python"]
-    if name == "oneccl":
-        return [*command, FOLDER / "oneccl.py"], MPIS[name].environment | {"CCL_ROOT": str(VENVS / name)}
-    return command, MPIS[name].environment
+    return command, MPIS[name].environment | ({"CCL_ROOT": str(VENVS / name)} if name == "oneccl" else {})
 
 
 def install(name: str) -> None:
@@ -79,15 +83,15 @@ def install(name: str) -> None:
         return result.returncode == 0
 
     output: list[str] = []
-    library = venv / "oneccl.so"
-    if python.exists() and run(python, "-c", probe) and (name != "oneccl" or library.exists()):
-        return
-    shutil.rmtree(venv, ignore_errors=True)
-    if not run(sys.executable, "-m", "venv", venv) or not run(python, "-m", "pip", "install", "-q", *packages):
+    if not python.exists() or not run(python, "-c", probe):
         shutil.rmtree(venv, ignore_errors=True)
-        raise BackendFailed(f"{name}: could not install {' '.join(packages)} in {venv}:\n{output[-1][-2000:]}")
-    if name == "oneccl" and not run(*compiler_call(venv, library)):
-        raise BackendFailed(f"{name}: could not compile {FOLDER / 'oneccl.cpp'}:\n{output[-1][-2000:]}")
+        if not run(sys.executable, "-m", "venv", venv) or not run(python, "-m", "pip", "install", "-q", *packages):
+            shutil.rmtree(venv, ignore_errors=True)
+            raise BackendFailed(f"{name}: could not install {' '.join(packages)} in {venv}:\n{output[-1][-2000:]}")
+    library, source = venv / "oneccl.so", FOLDER / "oneccl.cpp"
+    made = library.exists() and library.stat().st_mtime > source.stat().st_mtime
+    if name == "oneccl" and not made and not run(*compiler_call(venv, library)):
+        raise BackendFailed(f"{name}: could not compile {source}:\n{output[-1][-2000:]}")
 
 
 def compiler_call(venv: Path, library: Path) -> list[str | Path]:

@@ -100,6 +100,10 @@ def inexact_hashes(me: Rank, options: ringreduce.Options) -> list[tuple[str, str
                 noise = torch.Generator().manual_seed(me.rank)
                 for _ in range(2):  # the same inputs again
                     real = torch.randn(5003, 2, generator=noise.manual_seed(me.rank), dtype=torch.float64)
+                    real[:20] *= 0  # zeros of both signs
+                    if dtype.is_floating_point or dtype.is_complex:  # NaN of both signs, with other bits on each rank
+                        of_nan = real.view(torch.int64)[20:40]
+                        of_nan.copy_(of_nan & (-1 << 63) | 0x7FF8 << 48 | me.rank << 40)
                     noisy = torch.view_as_complex(real) if dtype.is_complex else real[:, 0] * 3
                     tensor = noisy.abs().to(dtype) if dtype in (torch.uint8, torch.bool) else noisy.to(dtype)
                     ringreduce.all_reduce(tensor, reduce_op)

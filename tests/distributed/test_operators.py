@@ -144,7 +144,7 @@ def in_the_engine(me: Rank) -> None:
             z = torch.full((count,), 1.0)
             ringreduce.all_reduce(z, op=Op.torch(add, name="add"))
             assert z.eq(me.size).all()
-    assert kept and all(b.tobytes() == then for _, b, then in kept)
+    assert kept and all(b.tobytes() == then and len(then) <= 128 << 10 for _, b, then in kept)
     assert not logged.messages
 
 
