@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -151,13 +152,13 @@ def winner(given: Values, found: Found) -> str:
 
 def lengths(given: Values, found: Found) -> str:
     calls = dict.fromkeys((min(map(len, found)), max(map(len, found))))
-    return f"{' to '.join(map(str, calls))} of up to {np.concatenate(found).max():,}"
+    return f"{' to '.join(map(str, calls))}, each of up to {np.concatenate(found).max()}"
 
 
 def every_second(all_reduce: bool, given: Values, found: Found) -> str:
     right, first = given.copy(), given.copy()
     right[:, ::2] = first[:, : given.shape[1] // 2] = given[:, 0].sum() if all_reduce else given[0, 0]
-    answers = {"yes": right, "**the first half is**": first}
+    answers = {"yes": right, "**the first half instead**": first}
     return next((text for text, each in answers.items() if (np.stack(found) == each).all()), "**wrong**")
 
 
@@ -188,7 +189,7 @@ PROBES = (
           "distributed/test_library_operators.py::test_the_highest_and_the_lowest"),
     Probe("a function that does not commute", {"": ("combine",)}, maps, in_order,
           "distributed/test_operators.py::test_every_call_combines_in_rank_order"),
-    Probe("calls of a function for 300,000 elements, on a rank", {"": ("pieces",)}, maps, lengths,
+    Probe("a function for 300000 elements: calls on a rank", {"": ("pieces",)}, maps, lengths,
           "distributed/test_operators.py::test_the_engine_calls_functions_in_python", counts=(300_000,)),
     Probe("all_reduce of no elements", SUM, numbers, lambda *_: "yes", GRID, counts=(0,)),
     *(
@@ -226,7 +227,7 @@ class Run:
         """All results are there, or the processes ended, or patience did."""
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline and any(each.poll() is None for each in self.processes):
-            if all(each is not None for each in self.found(len(self.calls) - 1)):
+            if all(each is not None for each in self.found(len(self.calls) - 1)[:-1]):
                 break
             time.sleep(0.002)
         self.ended = time.monotonic()
@@ -253,8 +254,8 @@ class Run:
         for number, (probe, name, count) in enumerate(self.calls):
             found, case = self.found(number), (name, str(count), str(self.ranks))
             failed = [str(each[0]) for each in found if each is not None and each.dtype.kind == "U"]
-            if probe.what == KILLED and found[-1] is not None:
-                yield probe.what, case, self.fate(*found), ""
+            if probe.what == KILLED and (self.path / "death").exists():
+                yield probe.what, case, self.fate(found[:-1], float(np.fromfile(self.path / "death")[0])), ""
             elif any(each is None for each in found) or 0 < len(failed) < self.ranks:
                 log = (self.path / "log").read_text(errors="replace")[-1000:]
                 yield probe.what, case, "**no result on some ranks**", "\n".join([*failed, log])
@@ -266,11 +267,10 @@ class Run:
                     "".join(failed[:1]),
                 )
 
-    def fate(self, *found: Any) -> str:
+    def fate(self, others: list[Any], death: float) -> str:
         """What the death of the last rank did to the others."""
-        *others, death = found
         raised = [each for each in others if each is not None]
-        took = max([float(each[1]) for each in raised] + [self.ended] * (len(raised) < len(others))) - float(death[0])
+        took = max([float(each[1]) for each in raised] + [self.ended] * (len(raised) < len(others))) - death
         soon = f"within {10.0 ** math.ceil(math.log10(max(0.1, took))):g} s"
         if not raised and took < PATIENCE / 2:
             return f"are ended by mpiexec {soon}"
@@ -311,6 +311,9 @@ def ask(peer: Peer, ranks: Sequence[int], row_of: dict[str, dict[str, Any]], **m
                 if error:
                     row_of[what].setdefault("errors", {})[f"{peer} on {count} ranks"] = error
             version = (run.path / "version").read_text()
+    killed = answers[KILLED]
+    slowest = max(re.findall(r"within [\d.]+ s", " ".join(killed.values())), default="")  # up to 10 s, as text sorts
+    killed |= {case: re.sub(r"within [\d.]+ s", slowest, text) for case, text in killed.items()}
     for what, row in row_of.items():
         found = cell(answers[what])
         if not more:
@@ -338,17 +341,20 @@ def differences(
 
 
 def put_into_page(row_of: dict[str, dict[str, Any]], versions: dict[Peer, str]) -> None:
-    lines = [["", *PEERS.values(), "our test"], ["---"] * (len(PEERS) + 2)]
+    lines = [["call", *PEERS.values(), "our test"], ["---"] * (len(PEERS) + 2)]
     for probe in PROBES:
         path, _, name = probe.test.partition("::")
         link = f'[{Path(path).stem}](../tests/{path} "{name}")'
         lines.append([probe.what, *(row_of[probe.what][peer] for peer in PEERS.values()), link])
     facts = harness.machine()
-    origin = f"{harness.now()}, {facts['cores']} cores of {facts['cpu']}, {facts['kernel']}. "
-    origin += "; ".join(f"{PEERS[peer]}: {version}" for peer, version in versions.items())
+    used = [
+        f"{PEERS[peer]} {version}" if peer in ("gloo", "ringreduce") else version for peer, version in versions.items()
+    ]
+    place = f"{facts['cores']} cores of an {facts['cpu']}, {facts['kernel']}"
+    origin = textwrap.fill(f"Made on {harness.now()} on {place}, with {'; '.join(used)}.", 128, break_on_hyphens=False)
     table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     before, start, rest = PAGE.read_text().partition(MARKS[0])
-    PAGE.write_text(f"{before}{start}{origin}.\n\n{table}{MARKS[1]}{rest.partition(MARKS[1])[2]}")
+    PAGE.write_text(f"{before}{start}{origin}\n\n{table}{MARKS[1]}{rest.partition(MARKS[1])[2]}")
 
 
 if __name__ == "__main__":

@@ -164,10 +164,13 @@ def pieces(peer: Any, values: Values) -> Values:
 
 
 def killed(peer: Any, values: Values) -> Values:
-    """The last rank ends in its 100th call; when. On others the error, and when it came."""
+    """The last rank ends in its 100th call, and leaves the time in a file. On others the error, and when it came."""
+    dies = peer.rank == peer.ranks - 1
+    death = np.memmap(Path(sys.argv[2], "death"), np.float64, "w+", shape=(1,)) if dies else np.zeros(1)
     for call in itertools.count():
-        if call == 99 and peer.rank == peer.ranks - 1:
-            return np.array([time.monotonic()])
+        if call == 99 and dies:
+            death[0] = time.monotonic()
+            os.kill(os.getpid(), signal.SIGKILL)
         try:
             peer.all_reduce(values.copy(), "float32", "SUM")
         except Exception as error:
@@ -193,8 +196,6 @@ def main() -> None:
         except Exception as error:
             found = np.array([f"{type(error).__name__}: {error}"])
         np.save(Path(folder, f"{number}.{peer.rank}.npy"), found)
-        if method == "killed" and peer.rank == peer.ranks - 1:
-            os.kill(os.getpid(), signal.SIGKILL)
         if method == "killed":
             signal.pause()  # or else the others would notice this rank's end
 

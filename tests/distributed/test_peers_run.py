@@ -1,8 +1,10 @@
-"""bench/peers.py from end to end, with the backends that need no installation."""
+"""bench/peers.py and bench/differences.py from end to end, with the backends that need no installation."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,3 +39,20 @@ def test_mpi_has_no_bfloat16() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "MPI has no bfloat16" in done.stderr
+
+
+@pytest.mark.slow
+def test_our_answers_are_those_of_the_page(tmp_path: Path) -> None:
+    """And the tests that hold them are there."""
+    report = tmp_path / "differences.json"
+    command = [sys.executable, "bench/differences.py", "--peers", "ringreduce", "--json", str(report)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env=os.environ | {"RINGREDUCE_TUNING": "off"})
+    found = [f"{row['what']}: {row['ringreduce']}" for row in json.loads(report.read_text())["rows"]]
+    table = [line.split(" | ") for line in (ROOT / "docs/differences.md").read_text().splitlines() if line[:1] == "|"]
+    on_page = [f"{what.removeprefix('| ')}: {ours}" for what, *_, ours, _ in table[2:]]
+    assert [re.sub(r"within [\d.]+ s", "", row) for row in found] == [
+        re.sub(r"within [\d.]+ s", "", row) for row in on_page
+    ]
+    for *_, test in table[2:]:
+        file, name = re.findall(r'\(\.\./(\S+) "(\w+)"\)', test)[0]
+        assert f"def {name}(" in (ROOT / file).read_text(), test
