@@ -4,8 +4,8 @@
     python bench/differences.py --write                and put it into docs/differences.md
     python bench/differences.py --peers gloo ringreduce --ranks 4
 
-With each number of --ranks every library makes the calls on this host (differences_rank.py); in a run of its own a rank
-is killed. A cell says what came on all ranks; where that depends on the number of elements or ranks, the most frequent
+With each number of --ranks every library makes the calls on this host (differences_rank.py); in the last one a rank is
+killed. A cell says what came on all ranks; where that depends on the number of elements or ranks, the most frequent
 answer comes first. "not offered": all ranks had an error, or the library has no such name; --json has the texts.
 """
 
@@ -214,14 +214,14 @@ class Run:
         for number, given in enumerate(self.given):
             np.save(self.path / f"{number}.npy", given)
         program: list[str | Path] = [FOLDER / "differences_rank.py", peer, self.path]
-        launcher, variables = launch(peer, ranks) if peer in MPIS else ([], {"PYTHONPATH": str(harness.ROOT)})
-        by_hand = [[sys.executable, *program, str(rank), str(ranks)] for rank in range(ranks)]
+        commands, variables = [[sys.executable, *program, str(rank), str(ranks)] for rank in range(ranks)], {}
+        if peer in MPIS:
+            launcher, variables = launch(peer, ranks)
+            commands = [[*launcher, *program]]
+        environment = os.environ | ONE_THREAD | {"PYTHONPATH": str(harness.ROOT)} | variables | more
         with (self.path / "log").open("w") as log:
             start = partial(subprocess.Popen, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-            environment = os.environ | ONE_THREAD | variables | more
-            self.processes = [
-                start(each, env=environment) for each in ([[*launcher, *program]] if launcher else by_hand)
-            ]
+            self.processes = [start(command, env=environment) for command in commands]
 
     def __enter__(self) -> "Run":
         """All results are there, or the processes ended, or patience did."""
@@ -252,20 +252,16 @@ class Run:
     def answers(self) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
         """Of each call its question, its case, the answer, and the text of an error."""
         for number, (probe, name, count) in enumerate(self.calls):
-            found, case = self.found(number), (name, str(count), str(self.ranks))
-            failed = [str(each[0]) for each in found if each is not None and each.dtype.kind == "U"]
+            found = self.found(number)
+            errors = [str(each[0]) for each in found if each is not None and each.dtype.kind == "U"]
             if probe.what == KILLED and (self.path / "death").exists():
-                yield probe.what, case, self.fate(found[:-1], float(np.fromfile(self.path / "death")[0])), ""
-            elif any(each is None for each in found) or 0 < len(failed) < self.ranks:
-                log = (self.path / "log").read_text(errors="replace")[-1000:]
-                yield probe.what, case, "**no result on some ranks**", "\n".join([*failed, log])
+                answer, errors = self.fate(found[:-1], float(np.fromfile(self.path / "death")[0])), []
+            elif any(each is None for each in found) or 0 < len(errors) < self.ranks:
+                answer = "**no result on some ranks**"
+                errors.append((self.path / "log").read_text(errors="replace")[-1000:])
             else:
-                yield (
-                    probe.what,
-                    case,
-                    "not offered" if failed else probe.judge(self.given[number], found),
-                    "".join(failed[:1]),
-                )
+                answer = "not offered" if errors else probe.judge(self.given[number], found)
+            yield probe.what, (name, str(count), str(self.ranks)), answer, "\n".join(dict.fromkeys(errors))
 
     def fate(self, others: list[Any], death: float) -> str:
         """What the death of the last rank did to the others."""
@@ -310,6 +306,8 @@ def ask(peer: Peer, ranks: Sequence[int], row_of: dict[str, dict[str, Any]], **m
                 answers[what][case] = answer
                 if error:
                     row_of[what].setdefault("errors", {})[f"{peer} on {count} ranks"] = error
+            if not (run.path / "version").exists():
+                raise harness.CannotRun(f"{PEERS[peer]} did not start: {(run.path / 'log').read_text()[-1000:]}")
             version = (run.path / "version").read_text()
     killed = answers[KILLED]
     slowest = max(re.findall(r"within [\d.]+ s", " ".join(killed.values())), default="")  # up to 10 s, as text sorts
@@ -347,10 +345,8 @@ def put_into_page(row_of: dict[str, dict[str, Any]], versions: dict[Peer, str]) 
         link = f'[{Path(path).stem}](../tests/{path} "{name}")'
         lines.append([probe.what, *(row_of[probe.what][peer] for peer in PEERS.values()), link])
     facts = harness.machine()
-    used = [
-        f"{PEERS[peer]} {version}" if peer in ("gloo", "ringreduce") else version for peer, version in versions.items()
-    ]
-    place = f"{facts['cores']} cores of an {facts['cpu']}, {facts['kernel']}"
+    used = [f"{PEERS[peer]} {text}" if peer in ("gloo", "ringreduce") else text for peer, text in versions.items()]
+    place = f"{facts['cores']} cores of an {facts['cpu']}, {str(facts['kernel']).partition('-')[0]}"
     origin = textwrap.fill(f"Made on {harness.now()} on {place}, with {'; '.join(used)}.", 128, break_on_hyphens=False)
     table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     before, start, rest = PAGE.read_text().partition(MARKS[0])
