@@ -19,6 +19,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ringreduce import _C
+from ringreduce.errors import InvalidArgument
+from ringreduce.groups.tensors import refuse_masked
+
 ALIGNMENT = 64
 
 Memory = NDArray[np.uint8]
@@ -93,8 +97,8 @@ def lay_out_whole(batch: Any) -> LaidOut:
 
 def _stacked(samples: list[Any], laid_out: LaidOut, where: str) -> Any:
     first = samples[0]
+    _check_dense(first, f"samples{where}")
     if isinstance(first, torch.Tensor):
-        _check_dense(first, where)
         _check_alike(samples, where, torch.Tensor)
         shape = (len(samples), *first.shape)
         return laid_out.add(samples, str(first.dtype)[6:], shape, first.element_size(), True)
@@ -119,13 +123,12 @@ def _stacked(samples: list[Any], laid_out: LaidOut, where: str) -> Any:
     return samples
 
 
-def _check_dense(value: torch.Tensor, where: str = "") -> None:
-    if value.is_quantized or value.layout != torch.strided:
-        what, instead = ("quantized", "dequantize()") if value.is_quantized else (value.layout, "to_dense()")
-        raise ValueError(
-            f"the tensor{where and f' at {where}'} is {what}; batches have dense tensors: return its {instead}, or its "
-            "parts"
-        )
+def _check_dense(value: Any, name: str) -> None:
+    refuse_masked(value, name)
+    if isinstance(value, torch.Tensor):
+        if value.is_quantized:
+            raise InvalidArgument(f"{name}: a tensor is {value.dtype}; pass its dequantize()")
+        _C.check_tensor(name, value, written=False)
 
 
 def _check_alike(samples: list[Any], where: str, kind: Any) -> None:
@@ -143,8 +146,8 @@ def _check_alike(samples: list[Any], where: str, kind: Any) -> None:
 
 
 def _whole(batch: Any, laid_out: LaidOut) -> Any:
+    _check_dense(batch, "the batch")
     if isinstance(batch, torch.Tensor):
-        _check_dense(batch)
         return laid_out.add([batch], str(batch.dtype)[6:], tuple(batch.shape), batch.element_size(), False)
     if isinstance(batch, np.ndarray) and _is_plain(batch.dtype):
         return laid_out.add([batch], _name(batch.dtype), batch.shape, batch.itemsize, False)

@@ -123,14 +123,14 @@ def viewed(array: np.ndarray[Any, Any]) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def from_numpy(array: Any, name: str = "tensor") -> torch.Tensor:
-    """A tensor over the memory of the argument `name`, a NumPy array."""
+def from_numpy(array: Any, name: str = "tensor", takes_op: bool = True) -> torch.Tensor:
+    """A tensor over the memory of the argument `name`, a NumPy array; `takes_op`: of a call between ranks."""
     if isinstance(array, np.generic):
         raise InvalidArgument(f"{name} is a NumPy scalar; pass an array: numpy.array(scalar)")
     refuse_masked(array, name)
     if torch_dtype(array.dtype) is None:
         if array.dtype.hasobject or torch_dtype(array.dtype.newbyteorder("=")) is None:
-            raise InvalidArgument(f"{name} is a NumPy array of dtype {array.dtype}; {_instead_of(array)}")
+            raise InvalidArgument(f"{name} is a NumPy array of dtype {array.dtype}; {_instead_of(array, takes_op)}")
         raise InvalidArgument(
             f"{name} is a NumPy array of dtype {array.dtype}, whose byte order is not the machine's; pass "
             'array.astype(array.dtype.newbyteorder("="))'
@@ -152,15 +152,16 @@ def refuse_masked(array: object, name: str) -> None:
         )
 
 
-def _instead_of(array: np.ndarray[Any, Any]) -> str:
+def _instead_of(array: np.ndarray[Any, Any], takes_op: bool) -> str:
     """What to do with an array of a dtype that torch lacks."""
     if array.dtype.hasobject or array.itemsize == 0:
-        return "give it a dtype of numbers, or use a call such as all_gather_object"
+        return "give it a dtype of numbers" + (", or use a call such as all_gather_object" if takes_op else "")
     field = f"pass a field of its records (array[{array.dtype.names[0]!r}]), " if array.dtype.names else ""
     move = "move its bytes (array.view(numpy.uint8))"
     if array.ndim == 0 or not array.flags.c_contiguous:
         move = "move the bytes of a copy (numpy.ascontiguousarray(array).view(numpy.uint8))"
-    return f"reduce it by an operator of your own (op=ringreduce.Op.torch(f)), {field}or {move}"
+    reduce = "reduce it by an operator of your own (op=ringreduce.Op.torch(f)), " if takes_op else ""
+    return f"{reduce}{field}{'or ' if reduce or field else ''}{move}"
 
 
 def copy_values(source: torch.Tensor, target: torch.Tensor) -> None:

@@ -219,7 +219,7 @@ def _check_apart(names: list[str], parts: list[Rows]) -> None:
     places = sorted((rows.rows.data_ptr(), rows.rows.nbytes, name) for name, rows in zip(names, parts, strict=True))
     for (begin, size, one), (other_begin, other_size, other) in itertools.pairwise(places):
         if other_size and begin + size > other_begin:
-            raise InvalidArgument(f"{one} and {other} have memory in common; pass a copy of one: {other}.clone()")
+            raise InvalidArgument(f"{one} and {other} have memory in common; pass a copy of {other}")
 
 
 def shown(given: Any) -> str:

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from ringreduce import _C
 from ringreduce.errors import InvalidArgument
 from ringreduce.groups.tensors import from_numpy
 from ringreduce.parameter_server.checks import WHOLE, is_text, number, shown, whole
@@ -25,6 +26,7 @@ MOST_SERVERS = 4096
 """The most servers of a parameter server. Each has a thread, and every worker is connected to each."""
 MOST_WORKERS = 1 << 16
 """The most workers that a call waits for."""
+_WHOLE_NUMBERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _LONGEST = 1e7
 """The longest timeout in seconds; longer ones are shortened to it."""
 
@@ -82,31 +84,21 @@ def _tensor(key: str, array: Any) -> torch.Tensor:
     if not isinstance(array, torch.Tensor):
         if not isinstance(array, np.ndarray | np.generic):
             raise InvalidArgument(f"{key!r} is a {type(array).__name__}; it must be a torch.Tensor or a NumPy array")
-        array = from_numpy(array, repr(key))
+        array = from_numpy(array, repr(key), takes_op=False)
     tensor: torch.Tensor = array.detach() if array.requires_grad else array
-    if tensor.is_nested:
-        raise InvalidArgument(f"{key!r} is a nested tensor; it must be a dense one")
-    if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.numel() == 0:
+    if tensor.device.type != "cpu" or tensor.numel() == 0:
         raise InvalidArgument(
-            f"{key!r} is of layout {tensor.layout} on {tensor.device} with {tensor.numel()} elements; it must be a "
-            "dense tensor on the CPU with 1 or more"
+            f"{key!r} is on {tensor.device} with {tensor.numel()} elements; it must be on the CPU, with 1 or more"
         )
-    there, needed = _memory(tensor), _bytes_from_storage(tensor)
+    if tensor.is_quantized:
+        raise InvalidArgument(f"{key!r} is {tensor.dtype}; pass its dequantize()")
+    _C.check_tensor(repr(key), tensor, written=False)
+    there, needed = tensor.untyped_storage().nbytes(), _bytes_from_storage(tensor)
     if there < needed:
         raise InvalidArgument(
-            f"{key!r} has {there} bytes of memory and needs {needed}: its storage was freed or made smaller, or it "
-            "stands for other tensors, as a DTensor does; pass one with memory of its own, such as its to_local()"
+            f"{key!r} has {there} bytes of memory and needs {needed}: its storage was made smaller; pass another tensor"
         )
     return tensor
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    """Returns the bytes of the tensor's storage in this process."""
-    try:
-        storage = tensor.untyped_storage()
-        return storage.nbytes() if storage.data_ptr() else 0
-    except (RuntimeError, NotImplementedError):  # a tensor subclass without storage, such as a DTensor
-        return 0
 
 
 def _bytes_from_storage(tensor: torch.Tensor) -> int:
@@ -126,11 +118,13 @@ def writable(key: str, array: Any) -> torch.Tensor:
     """Returns a CPU tensor that shares an array's memory. Raises `InvalidArgument` if it cannot be written to."""
     if isinstance(array, torch.Tensor) and (array.is_neg() or array.is_conj()):
         raise InvalidArgument(
-            f"the tensor for {key!r} is a lazy conjugate or negative: pass one with memory of its own"
+            f"the tensor for {key!r} is a lazy conjugate or negative: pass its resolve_conj().resolve_neg()"
         )
     tensor = _tensor(key, array)
     if _overlaps(tensor):
-        raise InvalidArgument(f"elements of the tensor for {key!r} share memory (strides {tensor.stride()}): clone it")
+        raise InvalidArgument(
+            f"elements of the tensor for {key!r} share memory (strides {tensor.stride()}): pass its clone()"
+        )
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(array if isinstance(array, torch.Tensor) else tensor)
     return tensor
@@ -157,6 +151,5 @@ def check_wire(key: str, tensor: torch.Tensor, wires: list[str]) -> None:
 
 
 def check_average(key: str, tensor: torch.Tensor, mode: Mode, update: UpdateRule) -> None:
-    integral = not (tensor.is_floating_point() or tensor.is_complex())
-    if integral and mode.average and update.kind != "reduce":
+    if tensor.dtype in _WHOLE_NUMBERS and mode.average and update.kind != "reduce":
         raise InvalidArgument(f"{key!r} is {tensor.dtype}, of which sync() takes no average: give sync(average=False)")

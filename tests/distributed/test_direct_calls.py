@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -17,9 +16,7 @@ import numpy.lib.recfunctions
 import pytest
 import torch
 import torch.distributed as dist
-from bodies.grid import MOVED_DTYPES
 from distributed.harness import Rank, in_threads, run
-from torch.distributed.tensor import Shard, distribute_tensor
 
 import ringreduce
 from ringreduce.errors import CollectiveMismatch, InvalidArgument
@@ -349,108 +346,6 @@ def gathered_shards(me: Rank) -> list[float] | None:
 
 def test_torch_gathers_shards_on_a_device_that_it_has() -> None:
     assert run(gathered_shards, 2) == [[1.0] * 4, None]
-
-
-def masked() -> np.ma.MaskedArray:
-    return np.ma.array([1.0, 2.0, 3.0], mask=[0, 1, 0])
-
-
-def read_only() -> np.ndarray:
-    return np.broadcast_to(np.arange(3.0), (2, 3))
-
-
-def columns(dtype: Any) -> np.ndarray:
-    return np.arange(12).astype(dtype).reshape(3, 4)[:, ::2]
-
-
-def sharded() -> torch.Tensor:
-    return distribute_tensor(torch.arange(4.0), dist.device_mesh.init_device_mesh("cpu", (2,)), [Shard(0)])
-
-
-def first(given: Any) -> None:
-    ringreduce.all_reduce(given, op=ringreduce.Op.torch(lambda a, b: a, name="first"))
-
-
-JAGGED, PARTS = torch.jagged, [[1.0], [2.0, 3.0]]
-
-
-def each(given: Any) -> None:
-    for tensor in given if isinstance(given, tuple) else [given]:
-        ringreduce.all_reduce(tensor)
-
-
-ADVICE: list[tuple[Callable[[], Any], Callable[..., None], str]] = [
-    (lambda: np.float32(1), ringreduce.all_reduce, "numpy.array(scalar)"),
-    (read_only, ringreduce.all_reduce, "array.copy()"),
-    (lambda: np.arange(4.0)[::-1], ringreduce.all_reduce, "array.copy()"),
-    (lambda: np.arange(4.0)[::-1], first, "array.copy()"),
-    (lambda: np.zeros(3, [("a", "i1"), ("b", "f4")])["b"], ringreduce.all_reduce, "array.copy()"),
-    (lambda: np.lib.stride_tricks.as_strided(np.ones(4), (3,), (0,)), first, "tensor.copy()"),
-    (lambda: columns(">f4"), ringreduce.all_reduce, 'array.astype(array.dtype.newbyteorder("="))'),
-    (lambda: read_only().astype(">i8"), ringreduce.all_reduce, 'array.astype(array.dtype.newbyteorder("="))'),
-    (masked, ringreduce.all_reduce, "array.filled(0)"),
-    (masked, ringreduce.all_reduce, "array.data"),
-    (masked, first, "array.data"),
-    (lambda: np.zeros(2, [("a", "f4"), ("b", "i8")]), ringreduce.all_reduce, "array['a']"),
-    (lambda: np.zeros(2, [("a", "f4"), ("b", "i8")]), ringreduce.broadcast, "array.view(numpy.uint8)"),
-    (lambda: np.zeros(2, [("a", "f4"), ("b", "i8")])[["a"]], first, "numpy.lib.recfunctions.repack_fields(tensor)"),
-    (lambda: columns(np.longdouble), ringreduce.broadcast, "numpy.ascontiguousarray(array).view(numpy.uint8)"),
-    (lambda: np.array("text"), ringreduce.broadcast, "numpy.ascontiguousarray(array).view(numpy.uint8)"),
-    (lambda: torch.nested.nested_tensor(PARTS, layout=JAGGED), ringreduce.all_reduce, "values()"),
-    (lambda: torch.nested.nested_tensor(PARTS, layout=JAGGED), first, "values()"),
-    (lambda: torch.nested.nested_tensor(PARTS), each, "unbind()"),
-    (lambda: torch.eye(3).to_sparse_csr(), ringreduce.all_reduce, "to_dense()"),
-    (lambda: torch.eye(3).to_mkldnn(), first, "to_dense()"),
-    (lambda: torch._efficientzerotensor((3,)), ringreduce.all_reduce, "clone()"),
-    (lambda: torch.quantize_per_tensor(torch.ones(3), 0.5, 0, torch.qint8), ringreduce.all_reduce, "dequantize()"),
-    (lambda: torch.quantize_per_tensor(torch.ones(3), 0.5, 0, torch.qint8), first, "tensor.dequantize()"),
-    (lambda: torch.ones(1).expand(4), first, "tensor.contiguous()"),
-    (sharded, ringreduce.all_reduce, "to_local()"),
-    (sharded, lambda given: ringreduce.all_reduce(torch.ones(2), out=given), "to_local()"),
-    (lambda: torch.masked.masked_tensor(torch.ones(2), torch.eye(2)[0] > 0), ringreduce.all_reduce, "get_data()"),
-    *(
-        (lambda given=x: given, lambda op: ringreduce.all_reduce(torch.ones(3), op=op), advice)
-        for x, advice in (
-            ("sum", "torch.distributed.ReduceOp.SUM"),
-            ("max", "torch.distributed.ReduceOp.MAX"),
-            (None, "torch.distributed.ReduceOp.SUM"),
-        )
-    ),
-]
-"""What is given, to which call, and the expression that its error advises to give instead."""
-
-
-def advice(me: Rank) -> None:
-    with me.join():
-        for make, call, expression in ADVICE:
-            given: Any = make()
-            with pytest.raises(InvalidArgument, match=re.escape(expression)):
-                call(given)
-            dotted = expression if re.search("tensor|torch|array|scalar", expression) else f"tensor.{expression}"
-            known = dict.fromkeys(("tensor", "array", "scalar"), given) | {"numpy": numpy, "torch": torch}
-            better = eval(dotted, known)
-            call(better)
-        for name in MOVED_DTYPES:
-            tensor = torch.zeros(4, dtype=getattr(torch, name))
-            with pytest.raises(InvalidArgument, match=r"convert .* float32 or complex64; .* pass view\(torch\.uint8\)"):
-                ringreduce.all_reduce(tensor)
-            try:
-                converted = tensor.to(torch.complex64)
-            except NotImplementedError:
-                converted = tensor.view(torch.uint8)
-            ringreduce.all_reduce(converted)
-        in_place, sums = np.ma.array([1.0, 2.0], mask=[0, 1]), np.zeros(3, [("a", "f4"), ("b", "i8")])
-        sums["a"] = me.rank + 1
-        ringreduce.all_reduce(in_place.data)
-        ringreduce.all_reduce(sums["a"])
-        assert in_place.data.tolist() == [2, 4] and sums["a"].tolist() == [3, 3, 3]
-        jagged = torch.nested.nested_tensor(PARTS, layout=JAGGED)
-        ringreduce.all_reduce(jagged.values())
-        assert [part.tolist() for part in jagged.unbind()] == [[2], [4, 6]]
-
-
-def test_what_an_error_advises_works() -> None:
-    run(advice, 2)
 
 
 def freed() -> torch.Tensor:

@@ -166,7 +166,8 @@ def test_a_tensor_whose_memory_was_freed_is_refused(left: int) -> None:
     with ps.join(**SMALL) as kv:
         kv.init("x", torch.ones(2, 3))
         for call in (kv.init, kv.push, kv.pull):
-            with pytest.raises(InvalidArgument, match=f"'x' has {left} bytes of memory and needs 24"):
+            message = "has 20 bytes of memory and needs 24" if left else ".*no memory: .* its storage was freed"
+            with pytest.raises(InvalidArgument, match=f"'x'.*{message}"):
                 call("x", freed)
 
 
@@ -189,7 +190,7 @@ def test_a_tensor_that_stands_for_others_is_refused(tensor: torch.Tensor) -> Non
     with ps.join(**SMALL) as kv:
         kv.init("x", torch.ones(2, 3))
         for call in (kv.init, kv.push, kv.pull):
-            with pytest.raises(InvalidArgument, match=r"'x' .*to_local"):
+            with pytest.raises(InvalidArgument, match=r"'x': .*to_local"):
                 call("x", tensor)
 
 
@@ -361,8 +362,8 @@ def test_times_may_be_timedeltas() -> None:
         (lambda kv: kv.push(["w"], torch.zeros(3)), r"key is \['w'\]; it must be a string"),
         (lambda kv: kv.pull({1: torch.zeros(3)}), "key is 1; it must be a string"),
         (lambda kv: kv.pull("\ud800", torch.zeros(3)), r"key is '\\ud800'; it must be a string"),
-        (lambda kv: kv.push("w", NESTED), "'w' is a nested tensor"),
-        (lambda kv: kv.pull("w", NESTED), "'w' is a nested tensor"),
+        (lambda kv: kv.push("w", NESTED), "'w': a tensor is nested"),
+        (lambda kv: kv.pull("w", NESTED), "'w': a tensor is nested"),
         (lambda kv: kv.init("v", torch.zeros(3), push_wire=[]), r"push_wire of 'v' is \[\]; it must be one of"),
         (
             lambda kv: kv.init("v", torch.zeros(3).int(), update=ADAM, mode=SUM),

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ringreduce.data.batches import LaidOut, lay_out, lay_out_whole, read
+from ringreduce.errors import InvalidArgument
 
 
 def arrived(laid_out: LaidOut) -> Any:
@@ -48,9 +49,10 @@ def test_mappings_are_stacked_by_their_keys() -> None:
 @pytest.mark.filterwarnings("ignore:.*quantized")
 @pytest.mark.parametrize("whole", [False, True])
 def test_tensors_that_are_not_dense_are_refused(whole: bool) -> None:
+    name = "the batch" if whole else r"samples\['x'\]"
     quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
     sparse = torch.ones(3).to_sparse()
-    for value, what, instead in ((quantized, "quantized", "dequantize"), (sparse, "torch.sparse_coo", "to_dense")):
-        with pytest.raises(ValueError, match=rf"the tensor.* is {what}; .* return its {instead}\(\), or"):
+    for value, what, instead in ((quantized, "is torch.quint8", "dequantize"), (sparse, "layout Sparse", "to_dense")):
+        with pytest.raises(InvalidArgument, match=rf"{name}: a tensor .*{what}; .* its {instead}\(\)"):
             lay_out_whole({"x": value}) if whole else lay_out([{"x": value}])
         lay_out([{"x": getattr(value, instead)()}])
