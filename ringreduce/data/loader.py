@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from ringreduce.common.failures import InvalidArgument, SampleFailed, SystemFailure
 from ringreduce.common.units import duration
@@ -91,11 +91,15 @@ class Loader(Stepwise[Any]):
         seeded: bool = True,
         timeout: timedelta | float = 300.0,
     ) -> None:
-        own = getattr(type(dataset), "__getitem__", None) not in (None, Dataset.__getitem__)
-        if not own and not hasattr(dataset, "__getitems__"):
+        whole = dataset
+        while type(whole) is Subset:
+            whole = whole.dataset
+        own = getattr(type(whole), "__getitem__", None) not in (None, Dataset.__getitem__)
+        if not own and not hasattr(whole, "__getitems__"):
             raise InvalidArgument(
-                f"Loader: dataset is a {type(dataset).__name__}, without __getitem__ or __getitems__; samples that can "
-                "only be read one after the other have no ids to order"
+                f"Loader: dataset is a {type(whole).__name__}, without __getitem__ or __getitems__; samples that can "
+                "only be read one after the other have no ids to order: give list(dataset), or read them by torch's "
+                "DataLoader"
             )
         if not isinstance(order, Order):
             raise InvalidArgument(f"Loader: order is {order!r:.60}; give a ringreduce.data.Order")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.masked import masked_tensor
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.data import IterableDataset
 
 import ringreduce
 import ringreduce.parameter_server as ps
@@ -38,8 +39,8 @@ def carry_out(row: Row) -> None:
     if len(row) == 4:
         better = row[3](given)
     else:
-        expression = advice if re.search("tensor|torch|array|scalar", advice) else f"tensor.{advice}"
-        better = eval(expression, dict.fromkeys(("tensor", "array", "scalar"), given) | {"numpy": np, "torch": torch})
+        names = dict.fromkeys(("tensor", "array", "scalar", "dataset"), given) | {"numpy": np, "torch": torch}
+        better = eval(advice if any(name in advice for name in names) else f"tensor.{advice}", names)
     call(better)
 
 
@@ -223,6 +224,16 @@ def sample(given: Any) -> None:
     lay_out([given, given])
 
 
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+def loaded(given: Any) -> None:
+    with data.Loader(given, data.Order(4, 2, shuffle=False)) as loader:
+        assert loader.get(1).tolist() == [2, 3]
+
+
 def compressed(given: Any) -> None:
     hooks._check_compressible(given)
 
@@ -279,6 +290,7 @@ IN_ONE_PROCESS: list[Row] = [
             (two, call, "it stands for other tensors; pass those", inner),
         )
     ),
+    (Stream, loaded, "list(dataset)"),
     (lambda: torch.ones(3).double(), compressed, "must be float32", torch.Tensor.float),
 ]
 

@@ -20,7 +20,7 @@ import torch
 from bodies.data import Noise, Rows, is_alive, open_files, servers_of, until
 from distributed.harness import Rank, Ranks, run
 from processes import ROOT
-from torch.utils.data import IterableDataset, Subset, TensorDataset
+from torch.utils.data import ChainDataset, DataLoader, IterableDataset, Subset, TensorDataset
 
 from ringreduce.data import Loader, Order, Sampler, connections, supervisor
 from ringreduce.errors import InvalidArgument, SampleFailed, SystemFailure
@@ -618,10 +618,12 @@ def test_wrong_timeouts(timeout: Any) -> None:
     ("arguments", "message"),
     [
         ((5, Order(10, 2)), "dataset is a int, without __getitem__"),
-        (
-            (Stream(), Order(10, 2)),
-            "dataset is a Stream, without __getitem__ .*; samples that can only be read one after",
-        ),
+        ((Stream(), Order(10, 2)), r"dataset is a Stream, without __getitem__ .*: give list\(dataset\), or read"),
+        ((Subset(Stream(), [3, 1]), Order(2, 2)), "dataset is a Stream, without __getitem__"),
+        ((ChainDataset([Stream()]), Order(10, 2)), "dataset is a ChainDataset, without __getitem__"),
+        ((DataLoader(Rows(10)), Order(10, 2)), "dataset is a DataLoader, without __getitem__"),
+        ((Rows, Order(10, 2)), "dataset is a type, without __getitem__"),
+        ((iter(range(10)), Order(10, 2)), "dataset is a range_iterator, without __getitem__"),
         ((Rows(10), 10), "order is 10; give a ringreduce.data.Order"),
         ((Rows(10), Order(10, 2), 0), "servers is 0; give an integer from 1 to 256"),
         ((Rows(10), Order(10, 2), 1, 65), "ahead is 65; give an integer from 1 to 64"),
