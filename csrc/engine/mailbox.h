@@ -123,11 +123,11 @@ class Mailbox {
   const Patience patience_;
   std::mutex mutex_;
   std::condition_variable work_;
-  Standstill standstill_;                           // time that no message's timeout counts
-  std::vector<Pair> pairs_;                         // by peer
-  Messages receives_;                               // posted, not matched, oldest first
-  Messages finished_;                               // done; on_done still to be called, without the lock
-  Messages all_;                                    // every message that is not done, oldest first
+  Standstill standstill_;    // time that no message's timeout counts
+  std::vector<Pair> pairs_;  // by peer
+  Messages receives_;        // posted, not matched, oldest first
+  Messages finished_;        // done; on_done still to be called, without the lock
+  Messages all_;             // every message that is not done, oldest first
   // The oldest message at the latest look: how much of it had moved, and since when.
   struct {
     std::weak_ptr<Message> message;

@@ -116,12 +116,10 @@ void ProcessGroupRing::shutdown() {
 
 std::optional<Error> ProcessGroupRing::Running::end() {
   if (gpu) gpu->stop();
-  if (surroundings->queue.busy())
-    engine->fail(broken_off);
+  if (surroundings->queue.busy()) engine->fail(broken_off);
   surroundings->queue.stop();
   if (wire) wire->leave();
-  if (surroundings->mailbox)
-    surroundings->mailbox->stop();
+  if (surroundings->mailbox) surroundings->mailbox->stop();
   surroundings->completions.stop();
   if (team) team->leave();
   auto& living = process_wide<LivingGroups<Running>>();

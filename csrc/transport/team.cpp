@@ -20,13 +20,13 @@ std::shared_ptr<std::byte> private_memory(std::size_t bytes) {
   return {static_cast<std::byte*>(mapped), [bytes](std::byte* memory) { munmap(memory, bytes); }};
 }
 
-// Descriptors by rank. Those that nobody has taken are closed with this object, which needs no memory.
-class Descriptors {
+// Those that nobody has taken are closed at the end, which needs no memory.
+class DescriptorsByRank {
  public:
-  explicit Descriptors(std::vector<int>&& all) : all_(std::move(all)) {}
-  Descriptors(const Descriptors&) = delete;
-  Descriptors& operator=(const Descriptors&) = delete;
-  ~Descriptors() {
+  explicit DescriptorsByRank(std::vector<int>&& all) : all_(std::move(all)) {}
+  DescriptorsByRank(const DescriptorsByRank&) = delete;
+  DescriptorsByRank& operator=(const DescriptorsByRank&) = delete;
+  ~DescriptorsByRank() {
     for (const int fd : all_) FileDescriptor{fd};
   }
 
@@ -42,7 +42,7 @@ class Descriptors {
 
 std::shared_ptr<Team> Team::of(Roster roster) {
   FileDescriptor memfd(roster.memfd);
-  Descriptors pidfds(std::move(roster.pidfds)), arenas(std::move(roster.arenas));
+  DescriptorsByRank pidfds(std::move(roster.pidfds)), arenas(std::move(roster.arenas));
   const std::size_t ranks = roster.geometry.ranks;
   const auto is_elsewhere = [&](std::size_t r) { return r < roster.elsewhere.size() && roster.elsewhere[r]; };
   try {

@@ -27,9 +27,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=str,
 )
-def test_what_runs_out_is_an_error_on_all_ranks(
-    library: Path, sweep: Sweep, first: int, last: int, least: int
-) -> None:
+def test_what_runs_out_is_an_error_on_all_ranks(library: Path, sweep: Sweep, first: int, last: int, least: int) -> None:
     runs = run(sweep_here, 2, library, sweep, last, first)[0]
     failures = [each for each in runs if each[sweep.victim].place]
     assert len(failures) >= least
