@@ -19,6 +19,7 @@
 #include <utility>
 
 #include "core/bytes.h"
+#include "core/file_descriptor.h"
 
 namespace ringreduce {
 namespace {
@@ -72,20 +73,27 @@ Frame frame_of(std::uint32_t kind, std::span<const std::byte> first, std::span<c
   return frame;
 }
 
-void close_in_children(int fd) { Descriptors::all().add(fd); }
-void close_everywhere(int fd) { Descriptors::all().close(fd); }
+PrivateDescriptor::PrivateDescriptor(int fd) {
+  FileDescriptor owned(fd);
+  if (fd >= 0) Descriptors::all().add(fd);
+  fd_ = owned.release();
+}
 
-Connection::Connection(int socket, std::string path) : socket_(socket), path_(std::move(path)), staged_(kStaged) {
+void PrivateDescriptor::close() {
+  if (fd_ >= 0) Descriptors::all().close(std::exchange(fd_, -1));
+}
+
+Connection::Connection(PrivateDescriptor of, std::string path)
+    : socket_(std::move(of)), path_(std::move(path)), staged_(kStaged) {
   const int on = 1, unsent = kUnsent;
   // These are wishes: a socket that knows neither (of a test, say) serves as well.
-  setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-  setsockopt(socket, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &unsent, sizeof unsent);
-  fcntl(socket, F_SETFL, fcntl(socket, F_GETFL) | O_NONBLOCK);  // as readv() cannot be told so for one call
-  close_in_children(socket);
+  setsockopt(socket(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+  setsockopt(socket(), IPPROTO_TCP, TCP_NOTSENT_LOWAT, &unsent, sizeof unsent);
+  fcntl(socket(), F_SETFL, fcntl(socket(), F_GETFL) | O_NONBLOCK);  // as readv() cannot be told so for one call
 }
 
 void Connection::close() {
-  if (is_open()) close_everywhere(std::exchange(socket_, -1));
+  socket_.close();
   sending_.clear();
 }
 
@@ -98,7 +106,7 @@ Error Connection::failure() const {
 // What to look for if frames that fit one packet passed, and the first that fills packets did not.
 std::string Connection::hint_of_mtu() const {
   int in_kernel = 0;
-  if (ioctl(socket_, SIOCOUTQ, &in_kernel) != 0 || in_kernel < kPacket || traffic_.frames_out == 0) return "";
+  if (ioctl(socket(), SIOCOUTQ, &in_kernel) != 0 || in_kernel < kPacket || traffic_.frames_out == 0) return "";
   const std::uint64_t passed = traffic_.bytes_out - static_cast<std::uint64_t>(in_kernel);
   if (passed == 0 || passed >= kPacket * traffic_.frames_out) return "";
   return "; only small frames had passed: a switch or tunnel may have a smaller MTU than this host's interface";
@@ -148,7 +156,7 @@ bool Connection::write_some() {
   msghdr message{};
   message.msg_iov = parts.data();
   message.msg_iovlen = count;
-  const ssize_t done = sendmsg(socket_, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+  const ssize_t done = sendmsg(socket(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
   if (done < 0) {
     // A peer that has left answers with a reset. What it sent before still lies here, and is read before the socket
     // says that it is at its end: that is for receive() to find.
@@ -163,7 +171,7 @@ bool Connection::write_some() {
 
 std::uint64_t Connection::on_the_way() const {
   int in_kernel = 0;
-  if (!is_open() || ioctl(socket_, SIOCOUTQ, &in_kernel) != 0) in_kernel = 0;
+  if (!is_open() || ioctl(socket(), SIOCOUTQ, &in_kernel) != 0) in_kernel = 0;
   std::uint64_t bytes = static_cast<std::uint64_t>(in_kernel) - (sending_.empty() ? 0 : sent_);
   for (const Frame& frame : sending_) bytes += sizeof frame.header + frame.header.bytes;
   return bytes;
@@ -189,7 +197,7 @@ Connection::Received Connection::receive(int peer, FrameUser& user) {
   std::size_t count = 0;
   if (missing_ > 0) parts[count++] = {into_, missing_};
   parts[count++] = {staged_.data() + staged_end_, staged_.size() - staged_end_};
-  const ssize_t read = readv(socket_, parts.data(), static_cast<int>(count));
+  const ssize_t read = readv(socket(), parts.data(), static_cast<int>(count));
   if (read == 0) return Received::end;
   if (read < 0) {
     if (errno != EAGAIN && errno != EINTR) throw failure();

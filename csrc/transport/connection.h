@@ -13,6 +13,7 @@
 #include <span>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "core/error.h"
@@ -72,19 +73,32 @@ struct Traffic {
   std::uint64_t bytes_out = 0, bytes_in = 0, frames_out = 0, frames_in = 0;
 };
 
+// Closed with this object, and at once in forked children, to whom it is of no use. -1: none.
+class PrivateDescriptor {
+ public:
+  // Takes the descriptor, also if it throws.
+  explicit PrivateDescriptor(int fd);
+  PrivateDescriptor(PrivateDescriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  ~PrivateDescriptor() { close(); }
+  int get() const { return fd_; }
+  void close();
+
+ private:
+  int fd_;
+};
+
 class Connection {
  public:
   enum class Received { nothing, something, end };
 
   // Takes over the socket, and makes it one that does not block. `path` is how errors name it. Forked children close
   // their copies: a connection is only over for the peer when nobody holds it any more.
-  Connection(int socket, std::string path);
-  ~Connection() { close(); }
+  Connection(PrivateDescriptor socket, std::string path);
   Connection(const Connection&) = delete;
   Connection& operator=(const Connection&) = delete;
 
-  int socket() const { return socket_; }  // -1: closed
-  bool is_open() const { return socket_ >= 0; }
+  int socket() const { return socket_.get(); }  // -1: closed
+  bool is_open() const { return socket() >= 0; }
   const std::string& path() const { return path_; }
   void close();
 
@@ -116,7 +130,7 @@ class Connection {
   Error failure() const;
   std::string hint_of_mtu() const;
 
-  int socket_;
+  PrivateDescriptor socket_;
   const std::string path_;
   Traffic traffic_;
   std::vector<Frame> sending_;  // frames it has taken
@@ -132,10 +146,5 @@ class Connection {
   std::size_t staged_end_ = 0;
   std::vector<std::byte> aside_;  // a payload that is not stored as it comes
 };
-
-// Descriptors that are of no use to a forked child, which closes its copies at once.
-void close_in_children(int fd);
-// Closes such a descriptor.
-void close_everywhere(int fd);
 
 }  // namespace ringreduce

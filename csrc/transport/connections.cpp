@@ -49,21 +49,11 @@ Connections::Connections(User& user)
       poll_(above_streams(epoll_create1(EPOLL_CLOEXEC))),
       waker_(above_streams(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK))) {
   epoll_event event{.events = EPOLLIN, .data = {.u64 = kWaker}};
-  if (poll_ < 0 || waker_ < 0 || epoll_ctl(poll_, EPOLL_CTL_ADD, waker_, &event) != 0) {
-    const std::string error = last_error();
-    if (poll_ >= 0) close(poll_);
-    if (waker_ >= 0) close(waker_);
-    throw Error(ErrorKind::system, "links to other hosts: " + error);
-  }
-  close_in_children(poll_);
-  close_in_children(waker_);
+  if (poll_.get() < 0 || waker_.get() < 0 || epoll_ctl(poll_.get(), EPOLL_CTL_ADD, waker_.get(), &event) != 0)
+    throw Error(ErrorKind::system, "links to other hosts: " + last_error());
 }
 
-Connections::~Connections() {
-  leave();
-  close_everywhere(waker_);
-  close_everywhere(poll_);
-}
+Connections::~Connections() { leave(); }
 
 const Connections::Link* Connections::find(int peer) const {
   const auto found = links_.find(peer);
@@ -71,7 +61,7 @@ const Connections::Link* Connections::find(int peer) const {
 }
 
 void Connections::add(int peer, int socket, std::string path) {
-  auto connection = std::make_unique<Connection>(socket, std::move(path));
+  auto connection = std::make_unique<Connection>(PrivateDescriptor(socket), std::move(path));
   {
     std::lock_guard lock(mutex_);
     Link& link = links_[peer];
@@ -83,7 +73,7 @@ void Connections::add(int peer, int socket, std::string path) {
     // Not before: the thread calls the user, who may have been told of this object only by now.
     if (!driver_.joinable()) driver_ = start_thread([this] { drive(); });
     epoll_event event{.events = EPOLLIN, .data = {.u64 = number_of(peer, link.connections.size())}};
-    if (epoll_ctl(poll_, EPOLL_CTL_ADD, socket, &event) != 0)
+    if (epoll_ctl(poll_.get(), EPOLL_CTL_ADD, socket, &event) != 0)
       throw Error(ErrorKind::system, "a connection to rank " + std::to_string(peer) + ": " + last_error(), peer);
     link.connections.push_back(std::move(connection));
     flush(peer, link);
@@ -181,7 +171,7 @@ void Connections::turn_away(int peer, const std::byte* begin, std::size_t bytes)
 // Has epoll tell when the socket accepts more, or no longer.
 void Connections::watch(int peer, const Link& link, std::size_t number, bool out) const {
   epoll_event event{.events = EPOLLIN | (out ? EPOLLOUT : 0u), .data = {.u64 = number_of(peer, number)}};
-  epoll_ctl(poll_, EPOLL_CTL_MOD, link.connections[number]->socket(), &event);
+  epoll_ctl(poll_.get(), EPOLL_CTL_MOD, link.connections[number]->socket(), &event);
 }
 
 // Hands the kernel what it takes; returns whether it took anything.
@@ -206,7 +196,7 @@ bool Connections::flush(int peer, Link& link) {
 
 bool Connections::progress() {
   std::array<epoll_event, 32> events;
-  const int count = epoll_wait(poll_, events.data(), static_cast<int>(events.size()), 0);
+  const int count = epoll_wait(poll_.get(), events.data(), static_cast<int>(events.size()), 0);
   if (count <= 0) return false;
   bool moved = false;
   {
@@ -302,7 +292,7 @@ void Connections::doze() const {
     return;
   }
   epoll_event event;
-  epoll_wait(poll_, &event, 1, 1);
+  epoll_wait(poll_.get(), &event, 1, 1);
 }
 
 std::string Connections::path(int peer) const {
@@ -343,7 +333,7 @@ void Connections::hand_over(bool sleeps) {
 void Connections::wake() {
   woken_.store(true, std::memory_order_seq_cst);
   const std::uint64_t one = 1;
-  [[maybe_unused]] const ssize_t written = write(waker_, &one, sizeof one);
+  [[maybe_unused]] const ssize_t written = write(waker_.get(), &one, sizeof one);
   taken_over_.ring();
 }
 
@@ -357,7 +347,7 @@ void Connections::drive() {
     // Whatever woke it, and before it looks at `woken_`: wake() sets that first and writes then, so what is not seen
     // now wakes the thread again.
     std::uint64_t count = 0;
-    [[maybe_unused]] const ssize_t got = read(waker_, &count, sizeof count);
+    [[maybe_unused]] const ssize_t got = read(waker_.get(), &count, sizeof count);
     if (woken_.exchange(false)) user_.attend(true);
     if (others_look()) {
       taken_over_.sleep(seen, kParked);
@@ -365,7 +355,7 @@ void Connections::drive() {
     }
     send_held();
     epoll_event event;
-    const int ready = epoll_wait(poll_, &event, 1, kIdlePoll);
+    const int ready = epoll_wait(poll_.get(), &event, 1, kIdlePoll);
     if (stopping_) return;
     if (others_look()) continue;
     if (ready > 0) progress();

@@ -134,8 +134,8 @@ class Connections {
   void say_goodbye();
 
   User& user_;
-  const int poll_;   // epoll
-  const int waker_;  // eventfd: ends the thread's sleep
+  const PrivateDescriptor poll_;   // epoll
+  const PrivateDescriptor waker_;  // eventfd: ends the thread's sleep
   mutable std::mutex mutex_;
   std::condition_variable added_;
   std::map<int, Link> links_;

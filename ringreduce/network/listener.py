@@ -229,6 +229,7 @@ class Door:
         for task in ending:
             task.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
+        self._linked.clear()  # an error's frames hold who has called, and with it the group
 
     async def _accept(self, listener: socket.socket, address: Address) -> None:
         loop = asyncio.get_running_loop()
