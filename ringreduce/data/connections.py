@@ -59,6 +59,8 @@ class Connections:
         """`name`: for messages; `full_name`: under which the supervisor listens; `terms`: see `supervisor.start`."""
         self._name, self._full_name, self._terms, self._recipe, self._timeout = name, full_name, terms, recipe, timeout
         self.supervisor: socket.socket | None = None
+        self.threads = 1
+        """Of the process that the servers were forked from."""
         self._servers: list[Connection | None] = [None] * terms["servers"]
 
     def to(self, number: int) -> Connection:
@@ -147,6 +149,7 @@ class Connections:
                 )
         connection.settimeout(0.5)  # longer than the supervisor takes to see a server's end
         self.supervisor, self._servers_name = connection, welcome["name"]
+        self.threads = welcome["threads"]
         for number in range(len(self._servers)):
             found = connect(supervisor.server_name(self._servers_name, number))
             if found is None:

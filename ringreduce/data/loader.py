@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, Subset
 
 from ringreduce.common.failures import InvalidArgument, SampleFailed, SystemFailure
 from ringreduce.common.units import duration
-from ringreduce.data import supervisor
+from ringreduce.data import fresh, supervisor
 from ringreduce.data.batches import Failure, Memory, read
 from ringreduce.data.connections import Connections
 from ringreduce.data.identity import full_name
@@ -75,8 +75,12 @@ class Loader(Stepwise[Any]):
       random augmentation of an id is the same, whoever prepares it. With `__getitems__`, other than that of torch's
       `Subset`, they are seeded once for each rank's part of a batch. False saves about 10 us a sample.
     - `timeout`: how long `get` waits for a batch; a timedelta, or seconds.
+    - `multiprocessing_context`: None or "fork": servers are forked. "spawn": they are new processes, to which `dataset`
+      and `collate` are pickled, for libraries whose threads do not survive a fork. The program is imported there, so it
+      needs `if __name__ == "__main__":`. Or a context of `multiprocessing`, as DataLoader takes it.
 
-    Raises `InvalidArgument`, also if Loaders that share servers differ in order, servers or seeded.
+    Raises `InvalidArgument`, also if Loaders that share servers differ in order, servers, seeded or
+    the way to start servers.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class Loader(Stepwise[Any]):
         collate: Callable[[list[Any]], Any] | None = None,
         seeded: bool = True,
         timeout: timedelta | float = 300.0,
+        multiprocessing_context: Any = None,
     ) -> None:
         whole = dataset
         while type(whole) is Subset:
@@ -109,6 +114,7 @@ class Loader(Stepwise[Any]):
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
                 raise InvalidArgument(f"Loader: {what} is {value!r}; give an integer from 1 to {most}")
         assert ahead is not None
+        method = fresh.start_method(multiprocessing_context)
         self.order, self.servers, self.ahead, self.step = order, servers, ahead, 0
         self.name = name
         own_name = f"of one Loader: {secrets.token_hex(8)}"
@@ -127,7 +133,7 @@ class Loader(Stepwise[Any]):
         self._connections = Connections(
             "without a name" if name is None else f"named {name!r}",
             own_name if name is None else full_name(name, dataset, collate),
-            {"order": order.state(), "servers": servers, "seeded": seeded},
+            {"order": order.state(), "servers": servers, "seeded": seeded, "multiprocessing_context": method},
             Recipe(dataset, order, collate, seeded),
             self._timeout,
         )
@@ -280,13 +286,19 @@ class Loader(Stepwise[Any]):
             return
         where = self._connections.ask_supervisor("where", WHERE) or {}
         pid, current = where.get(str(number), (-1, -1))
-        known = f" (process {pid}{f', in dataset[{current}]' if current >= 0 else ''})" if pid >= 0 else ""
-        raise SampleFailed(
-            f"Loader.get: server {number}{known} has not {what} in timeout={self._timeout:g} s; if that process hangs, "
-            "it may use threads that the process it was forked from had (of OpenMP or polars, for example): make the "
-            "Loader before such libraries are used",
-            current,
-        ) from None
+        message = f"Loader.get: server {number}"
+        if pid >= 0:
+            message += f" (process {pid}{f', in dataset[{current}]' if current >= 0 else ''})"
+        message += f" has not {what} in timeout={self._timeout:g} s"
+        if pid >= 0:
+            message += f"; see where it is: py-spy dump --pid {pid}"
+        if (threads := self._connections.threads) > 1:
+            message += (
+                f". It was forked from a process with {threads} threads, and lacks them. If it waits for one, as "
+                "Polars and Numba's omp layer do, give multiprocessing_context='spawn', or make the Loader before such "
+                "a library is used"
+            )
+        raise SampleFailed(message, current) from None
 
     def _forget(self, key: Key, told: dict[int, bytes]) -> None:
         number = self._number(key)

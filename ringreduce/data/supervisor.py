@@ -24,11 +24,13 @@ from typing import Any
 
 import torch
 
-from ringreduce.common.descriptors import above_streams
+from ringreduce.common.descriptors import above_streams, make_above_streams
+from ringreduce.data import fresh
 from ringreduce.data.messages import WHERE, accept, listen, next_message
 from ringreduce.data.server import Recipe, Server, is_pipe_or_socket, point_at_dev_null, release_output
+from ringreduce.network.local import shared_memory
 
-PR_SET_NAME, PR_SET_PDEATHSIG = 15, 1
+PR_SET_PDEATHSIG = 1
 
 TITLE = "data supervisor"
 """How `ps` shows supervisors; servers are called "data server 0" and so on."""
@@ -41,7 +43,8 @@ def start(name: str, listener: socket.socket, terms: dict[str, Any], recipe: Rec
     """Forks a supervisor, whose readers come to `listener`. Returns a connection to it.
 
     `terms`: what all its readers must agree on; terms["servers"] is how many servers it keeps. If it cannot start them,
-    it says so to this connection. Raises `OSError`.
+    it says so to this connection. Raises `OSError`, and `InvalidArgument` if servers are to be new programs and the
+    recipe cannot be pickled.
     """
     with contextlib.ExitStack() as opened:
         opened.enter_context(listener)
@@ -50,10 +53,17 @@ def start(name: str, listener: socket.socket, terms: dict[str, Any], recipe: Rec
         opened.enter_context(theirs)
         starter = above_streams(os.pidfd_open(os.getpid()))
         opened.callback(os.close, starter)
+        is_fresh = terms["multiprocessing_context"] == "spawn"
+        packed = fresh.packed(recipe) if is_fresh else None
+        if packed is not None:
+            opened.callback(os.close, packed)
+        threads = 1 if is_fresh else len(os.listdir("/proc/self/task"))
         pid = _fork()
         opened.pop_all()
     if pid:
         os.close(starter)
+        if packed is not None:
+            os.close(packed)
         theirs.close()
         listener.close()
         return ours
@@ -62,7 +72,7 @@ def start(name: str, listener: socket.socket, terms: dict[str, Any], recipe: Rec
         _become(TITLE, keep=(listener.fileno(), theirs.fileno()))
         torch.set_num_threads(1)
         gc.freeze()  # so that collections of garbage do not copy memory that is shared with the parent
-        _Supervisor(name, listener, starter, terms, recipe).run(theirs)
+        _Supervisor(name, listener, starter, terms, recipe if packed is None else packed, threads).run(theirs)
     except BaseException as error:
         with contextlib.suppress(OSError):
             theirs.send(json.dumps({"failed": f"{error!r:.1000}"}).encode())
@@ -121,7 +131,7 @@ def _become(title: str, keep: Iterable[int]) -> None:
     What is at the other end must notice when the process that they are of has closed them, or ended. Files stay open,
     since the dataset may read them. The numbers stay taken: an object of the parent may close its own once more.
     """
-    ctypes.CDLL(None).prctl(PR_SET_NAME, title.encode(), 0, 0, 0)
+    fresh.name_process(title)
     kept = {1, 2, *keep}
     for fd in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):
@@ -130,17 +140,27 @@ def _become(title: str, keep: Iterable[int]) -> None:
 
 
 class _Supervisor:
-    def __init__(self, name: str, listener: socket.socket, starter: int, terms: dict[str, Any], recipe: Recipe) -> None:
+    def __init__(
+        self,
+        name: str,
+        listener: socket.socket,
+        starter: int,
+        terms: dict[str, Any],
+        recipe: Recipe | int,
+        threads: int,
+    ) -> None:
+        """`recipe`: or a descriptor of it, for servers that are new programs; `threads`: of the process that began."""
         self._listener, self._starter, self._terms, self._recipe = listener, starter, terms, recipe
         # The servers' own names: an earlier supervisor of this name may have ended before its servers.
         servers_name = f"{name} {secrets.token_hex(8)}"
-        self._welcome = {"name": servers_name, "terms": terms}
+        self._welcome = {"name": servers_name, "terms": terms, "threads": threads}
         self._doors: list[socket.socket] = []
         for number in range(terms["servers"]):
             door = listen(server_name(servers_name, number))
             assert door is not None, "the name has a random part"
             self._doors.append(door)
-        self._current = memoryview(mmap.mmap(-1, 8 * terms["servers"])).cast("q")
+        self._current_fd = shared_memory(8 * terms["servers"])
+        self._current = memoryview(make_above_streams(lambda: mmap.mmap(self._current_fd, 0))).cast("q")
         """By server: the id that it has asked the dataset for, or -1."""
         self._servers: dict[int, tuple[int, int]] = {}
         """By pidfd: process and number."""
@@ -211,9 +231,12 @@ class _Supervisor:
         try:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() == parent:
-                _become(f"data server {number}", keep=(self._doors[number].fileno(),))
+                door = self._doors[number]
+                _become(f"data server {number}", keep=(door.fileno(),))
+                if isinstance(self._recipe, int):
+                    fresh.become_server(number, self._recipe, door.fileno(), self._starter, self._current_fd)
                 current = self._current[number : number + 1]
-                Server(self._recipe, self._doors[number], self._starter, current).run()
+                Server(self._recipe, door, self._starter, current).run()
         except BaseException:
             traceback.print_exc()
             sys.stderr.flush()

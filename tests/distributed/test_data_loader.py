@@ -520,7 +520,7 @@ def deadly(me: Rank) -> None:
     with Loader(Slow(20), order, ahead=1, timeout=timedelta(seconds=0.3)) as reader:
         (server,) = servers_of(loader_supervisor())
         where = rf"server 0 \(process {server}, in dataset\[3\]\)"
-        with pytest.raises(SampleFailed, match=rf"{where} has not prepared ids 2, 3 in timeout=0.3 s; .*OpenMP"):
+        with pytest.raises(SampleFailed, match=rf"{where} has not prepared ids 2, 3 in timeout=0.3 s; .*pid {server}"):
             reader.get(1)
         time.sleep(2)
         assert reader.get(1)[:, 0].tolist() == [2, 3]
