@@ -282,10 +282,10 @@ def _check_writable(name: str, tensor: Any) -> None:
 def _check_plain(name: str, part: Any) -> None:
     for leaf in [part] if isinstance(part, _PLAIN) else pytree.tree_leaves(part):
         if isinstance(leaf, torch.Tensor):
-            if leaf.layout != torch.strided or leaf.is_quantized or leaf.device.type != "cpu":
+            if leaf.layout != torch.strided or leaf.is_nested or leaf.is_quantized or leaf.device.type != "cpu":
                 raise InvalidArgument(
                     f"state: {name} has a tensor that is {leaf.layout}, {leaf.dtype}, on {leaf.device}; it must be "
-                    "dense, not quantized, on the CPU"
+                    "dense, neither nested nor quantized, on the CPU"
                 )
             _check_writable(name, leaf)
         elif hasattr(leaf, "state_dict"):

@@ -39,7 +39,7 @@ def carry_out(row: Row) -> None:
     if len(row) == 4:
         better = row[3](given)
     else:
-        names = dict.fromkeys(("tensor", "array", "scalar", "dataset"), given) | {"numpy": np, "torch": torch}
+        names = dict.fromkeys(("tensor", "array", "scalar", "dataset", "ids"), given) | {"numpy": np, "torch": torch}
         better = eval(advice if any(name in advice for name in names) else f"tensor.{advice}", names)
     call(better)
 
@@ -115,6 +115,10 @@ def with_op(given: Any) -> None:
     ringreduce.all_reduce(array, op=op)
 
 
+def kept(given: Any) -> None:
+    State({"p": given})
+
+
 BETWEEN_RANKS: list[Row] = [
     (lambda: np.float32(1), ringreduce.all_reduce, "numpy.array(scalar)"),
     (lambda: [1.0, 2.0], ringreduce.all_reduce, "must be a torch.Tensor", torch.tensor),
@@ -156,7 +160,7 @@ BETWEEN_RANKS: list[Row] = [
     (overlapping, ringreduce.all_reduce_coalesced, "pass separate ones", lambda given: [given[0].clone(), given[1]]),
     (sharded, ringreduce.all_reduce, "to_local()"),
     (sharded, lambda given: ringreduce.all_reduce(torch.ones(2), out=given), "to_local()"),
-    (sharded, lambda given: State({"p": given}), "to_local()"),
+    (sharded, kept, "to_local()"),
     (masked_of_torch, ringreduce.all_reduce, "get_data()"),
     (two, each, "it stands for other tensors; pass those", inner),
     *(
@@ -216,6 +220,11 @@ def pulled(given: Any) -> None:
         assert given.flatten().tolist() == [7] * given.numel()
 
 
+def looked_up(given: Any) -> None:
+    with ps.join(**SMALL) as kv:
+        ps.Embedding(kv, "t", 2, update=ps.optimizer(torch.optim.SGD, lr=0.1)).pull(given)
+
+
 def summed(given: Any) -> None:
     initialised(given, ps.sync(average=False))
 
@@ -266,17 +275,22 @@ IN_ONE_PROCESS: list[Row] = [
     (conjugate, pulled, "resolve_conj().resolve_neg()"),
     (lambda: conjugate().imag, pulled, "resolve_conj().resolve_neg()"),
     (lambda: torch.ones(1).expand(4), pulled, "clone()"),
-    (lambda: torch.ones(1).expand(4), lambda given: State({"p": given}), "contiguous()"),
-    (lambda: torch.ones(1).expand(4), lambda given: State({"p": given}), "clone()"),
+    (lambda: torch.ones(1).expand(4), kept, "contiguous()"),
+    (lambda: torch.ones(1).expand(4), kept, "clone()"),
     (
         lambda: nn.Linear(2, 2, device="meta"),
-        lambda given: State({"p": given}),
+        kept,
         "to_empty()",
         lambda module: module.to_empty(device="cpu"),
     ),
-    (lambda: [nn.Linear(2, 2)], lambda given: State({"p": given}), "torch.nn.ModuleList", nn.ModuleList),
-    (lambda: torch.eye(2).to_sparse(), lambda given: State({"p": given}), "must be dense", torch.Tensor.to_dense),
-    (quantized, lambda given: State({"p": given}), "not quantized", torch.Tensor.dequantize),
+    (lambda: [nn.Linear(2, 2)], kept, "torch.nn.ModuleList", nn.ModuleList),
+    (lambda: torch.eye(2).to_sparse(), kept, "it must be dense", torch.Tensor.to_dense),
+    (quantized, kept, "nor quantized", torch.Tensor.dequantize),
+    (nested, kept, "neither nested", lambda tensor: list(tensor.unbind())),
+    (lambda: torch.ones(3).to(torch.uint16), summed, "convert the tensor", torch.Tensor.int),
+    (lambda: torch.ones(3, dtype=torch.complex32), initialised, "convert the tensor", torch.Tensor.cfloat),
+    (lambda: np.arange(3, dtype=np.int32), looked_up, "torch.as_tensor(ids).long()"),
+    (lambda: torch.arange(3).to_sparse(), looked_up, "to_dense()"),
     *(
         row
         for call in (sample, lay_out_whole)

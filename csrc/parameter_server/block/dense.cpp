@@ -73,7 +73,8 @@ const std::byte* Combination::operator()(std::byte* dst, std::size_t begin, std:
 Dense::Dense(BlockSpec its, std::byte* at, std::size_t left, std::size_t capacity)
     : Block(std::move(its)), words_(reinterpret_cast<BlockWords*>(at)) {
   const std::string dtype(name(spec.dtype)), op(name(spec.rule.op));
-  if (moves_only(spec.dtype)) throw Error(ErrorKind::invalid_argument, "a parameter server has no values of " + dtype);
+  if (moves_only(spec.dtype))
+    throw Error(ErrorKind::invalid_argument, "a parameter server has no values of " + dtype + "; convert the tensor");
   if (spec.rule.kind == Rule::Kind::reduce && !kernels::supports(spec.dtype, spec.rule.op))
     throw Error(ErrorKind::invalid_argument, "there is no reduction '" + op + "' of " + dtype);
   if (spec.count > capacity / size_of(spec.dtype))  // so that nothing below overflows

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ringreduce import _C
 from ringreduce._C import ParameterCall, ParameterClient, ParameterRows
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, RingReduceError
 from ringreduce.parameter_server.arguments import Timeout, check_priority, check_rule, check_weight
@@ -353,9 +354,10 @@ def _as_tensor(name: str, values: Any) -> torch.Tensor:
 
 def _ids(ids: Any) -> torch.Tensor:
     tensor = _as_tensor("ids", ids)
-    if tensor.dtype != torch.int64 or tensor.device.type != "cpu" or tensor.layout != torch.strided:
+    if tensor.dtype != torch.int64 or tensor.device.type != "cpu":
         raise InvalidArgument(
-            f"ids are {tensor.dtype} of layout {tensor.layout} on {tensor.device}; they must be dense torch.int64 on "
-            "the CPU (ids.long())"
+            f"ids are {tensor.dtype} on {tensor.device}; they must be torch.int64, on the CPU: give "
+            "torch.as_tensor(ids).long()"
         )
+    _C.check_tensor("ids", tensor, written=False)
     return tensor.contiguous()
