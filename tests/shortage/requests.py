@@ -88,7 +88,11 @@ def functions() -> list[tuple[int, int, str]]:
 def place_name(offset: int) -> str:
     """The function that holds an offset."""
     found = bisect.bisect(functions(), (offset + 1,)) - 1
-    return functions()[found][2].replace("(anonymous namespace)::", "").split("(")[0] if offset > 1 and found >= 0 else "outside the module"
+    return (
+        functions()[found][2].replace("(anonymous namespace)::", "").split("(")[0]
+        if offset > 1 and found >= 0
+        else "outside the module"
+    )
 
 
 @functools.cache
