@@ -35,7 +35,7 @@ help:
 	@echo 'make lint      ruff, mypy --strict, which module may import which, descriptors, devices of tensors, clang-format'
 	@echo 'make docs      the pages of docs/ and the API reference as a site, build/docs/index.html; warnings are errors;'
 	@echo '               CHECK_LINKS=1: also asks the hosts of links to other sites'
-	@echo 'make compilers csrc without torch through every g++-N and clang++-N on PATH, for their warnings'
+	@echo 'make compilers csrc without torch through every other g++-N and clang++-N on PATH, for their warnings'
 	@echo 'make stress    the engine without torch, under ThreadSanitizer and AddressSanitizer/UBSan'
 	@echo 'make cuda      compile the GPU kernels, check their registers and loads; WRITE=1: write the table anew'
 	@echo 'make gpu       on a machine with a GPU: builds without downloads, tests, measures; docs/gpu.md lists its parts'
