@@ -184,8 +184,12 @@ bool Connections::flush(int peer, Link& link) {
     const bool was_full = connection.is_full();
     try {
       connection.send(link.queue, link.leaving, unsent_);
-    } catch (const std::exception& error) {
+    } catch (const Error& error) {
       break_link(peer, link, error.what());
+      return true;
+    } catch (const std::bad_alloc& error) {
+      user_.failed(error);
+      break_link(peer, link, "there is no memory for what it is sent");
       return true;
     }
     if (connection.is_full() != was_full) watch(peer, link, i, !was_full);
@@ -243,7 +247,8 @@ bool Connections::receive(int peer, Link& link, Connection& connection) {
     return received == Connection::Received::something;
   } catch (const Error& error) {
     break_link(peer, link, error.what());
-  } catch (const std::bad_alloc&) {
+  } catch (const std::bad_alloc& error) {
+    user_.failed(error);
     break_link(peer, link, "there is no memory for what it sent");
   }
   return true;
@@ -342,7 +347,7 @@ void Connections::drive() {
     return pollers_.load(std::memory_order_seq_cst) > 0 ||
            now() - last_polled_.load(std::memory_order_relaxed) < kParked;
   };
-  while (!stopping_) {
+  while (!stopping_) try {
     const std::uint32_t seen = taken_over_.rings.load(std::memory_order_seq_cst);
     // Whatever woke it, and before it looks at `woken_`: wake() sets that first and writes then, so what is not seen
     // now wakes the thread again.
@@ -360,6 +365,8 @@ void Connections::drive() {
     if (others_look()) continue;
     if (ready > 0) progress();
     user_.attend(false);
+  } catch (const std::bad_alloc& error) {
+    user_.failed(error);
   }
 }
 
@@ -372,7 +379,11 @@ void Connections::say_goodbye() {
     std::lock_guard lock(mutex_);
     for (auto& [peer, link] : links_) {
       if (link.connections.empty()) continue;
-      release_held(link, false);
+      try {
+        release_held(link, false);
+      } catch (const std::bad_alloc& error) {
+        user_.failed(error);
+      }
       link.leaving = true;
       flush(peer, link);
     }

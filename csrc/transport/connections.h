@@ -38,6 +38,8 @@ class Connections {
     virtual void left(int peer) = 0;
     // The peer is out of reach: "connection reset by peer (10.0.0.1:5 -> 10.0.0.2:6)".
     virtual void lost(int peer, const std::string& why) = 0;
+    // This process has no memory for its connections. If a peer's are lost by that, lost() follows.
+    virtual void failed(const std::bad_alloc&) {}
     // Something has arrived, or more can be sent, for threads other than the one that found it.
     virtual void moved() = 0;
     // Called by the thread, which may call back: soon after wake() with `woken`, otherwise now and then while nobody

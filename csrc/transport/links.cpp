@@ -102,10 +102,10 @@ void Links::tell(bool at_once) {
     if (!connections_.reaches(peer)) continue;
     connections_.send(peer, frame_of(FrameKind::control, bytes_of(image)), Connections::When::latest);
     if (record == nullptr || told_error_[static_cast<std::size_t>(peer)]) continue;
-    told_error_[static_cast<std::size_t>(peer)] = true;
     const ErrorImage error{.kind = record->kind, .culprit = record->culprit, .reporter = record->reporter};
     const std::span text(record->message, strnlen(record->message, kErrorText));
     connections_.send(peer, frame_of(FrameKind::error, bytes_of(error), std::as_bytes(text)), Connections::When::first);
+    told_error_[static_cast<std::size_t>(peer)] = true;
   }
 }
 
@@ -215,6 +215,10 @@ void Links::lost(int peer, const std::string& why) {
   moved();
 }
 
+void Links::failed(const std::bad_alloc& error) {
+  fate_.abort(Error(ErrorKind::system, fate_.number(rank_) + ": links to other hosts: " + reason(error), rank_));
+}
+
 void Links::moved() { own_.control().wake(); }  // the other threads of this rank
 
 void Links::attend(bool woken) {
@@ -228,7 +232,11 @@ void Links::attend(bool woken) {
 }
 
 void Links::leave() {
-  tell(true);  // which calls this rank has completed
+  try {
+    tell(true);  // which calls this rank has completed
+  } catch (const std::bad_alloc& error) {
+    failed(error);
+  }
   connections_.leave();
 }
 

@@ -86,6 +86,7 @@ class Links final : public WaitingDuties, private Connections::User {
   void deliver(int peer, const FrameHeader& header, const std::vector<std::byte>& aside) override;
   void left(int peer) override;
   void lost(int peer, const std::string& why) override;
+  void failed(const std::bad_alloc& error) override;
   void moved() override;
   void attend(bool woken) override;
 
