@@ -348,26 +348,26 @@ void Connections::drive() {
            now() - last_polled_.load(std::memory_order_relaxed) < kParked;
   };
   while (!stopping_) try {
-    const std::uint32_t seen = taken_over_.rings.load(std::memory_order_seq_cst);
-    // Whatever woke it, and before it looks at `woken_`: wake() sets that first and writes then, so what is not seen
-    // now wakes the thread again.
-    std::uint64_t count = 0;
-    [[maybe_unused]] const ssize_t got = read(waker_.get(), &count, sizeof count);
-    if (woken_.exchange(false)) user_.attend(true);
-    if (others_look()) {
-      taken_over_.sleep(seen, kParked);
-      continue;
+      const std::uint32_t seen = taken_over_.rings.load(std::memory_order_seq_cst);
+      // Whatever woke it, and before it looks at `woken_`: wake() sets that first and writes then, so what is not seen
+      // now wakes the thread again.
+      std::uint64_t count = 0;
+      [[maybe_unused]] const ssize_t got = read(waker_.get(), &count, sizeof count);
+      if (woken_.exchange(false)) user_.attend(true);
+      if (others_look()) {
+        taken_over_.sleep(seen, kParked);
+        continue;
+      }
+      send_held();
+      epoll_event event;
+      const int ready = epoll_wait(poll_.get(), &event, 1, kIdlePoll);
+      if (stopping_) return;
+      if (others_look()) continue;
+      if (ready > 0) progress();
+      user_.attend(false);
+    } catch (const std::bad_alloc& error) {
+      user_.failed(error);
     }
-    send_held();
-    epoll_event event;
-    const int ready = epoll_wait(poll_.get(), &event, 1, kIdlePoll);
-    if (stopping_) return;
-    if (others_look()) continue;
-    if (ready > 0) progress();
-    user_.attend(false);
-  } catch (const std::bad_alloc& error) {
-    user_.failed(error);
-  }
 }
 
 void Connections::leave() {
