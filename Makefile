@@ -325,7 +325,7 @@ ifeq ($(origin CXX),default)
   CCACHE := $(shell command -v ccache)
 endif
 
-# The sources of a folder are compiled in one piece, as in build_module.py.
+# The sources of a folder are compiled in one piece, but for these.
 STRESS_ALONE := $(filter csrc/kernels/%.cpp csrc/stress/%.cpp,$(STRESS_SOURCES))
 STRESS_FOLDERS := $(sort $(dir $(filter-out $(STRESS_ALONE),$(STRESS_SOURCES))))
 STRESS_PIECES := $(STRESS_FOLDERS:%=build/pieces/%all.cpp)
@@ -333,7 +333,7 @@ STRESS_PIECES := $(STRESS_FOLDERS:%=build/pieces/%all.cpp)
 $(STRESS_PIECES): build/pieces/%all.cpp: FORCE
 	@mkdir -p $(@D)
 	@printf '#include "%s"\n' $(foreach source,$(STRESS_SOURCES),$(if $(filter $*,$(dir $(source))),$(source))) > $@.new
-	@cmp -s $@.new $@ || cp $@.new $@
+	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
 FORCE:
 
 # Name, compiler, flags of both steps, flags of the first.
@@ -369,8 +369,8 @@ aarch64:
 	@echo "== engine for aarch64 under QEMU =="
 	qemu-aarch64 build/stress_aarch64 $(AARCH64_SCENARIOS)
 
-# Syntax only: what compilers accept and warn about differs, what they make of it does not. The one of `make stress` has
-# read all this there.
+# Syntax only: what compilers accept and warn about differs, what they make of it does not. $(CXX) is left out: `make
+# stress` compiles all this with it.
 COMPILERS = $(sort $(notdir $(wildcard $(foreach folder,$(subst :, ,$(PATH)),$(folder)/g++-[0-9]* $(folder)/clang++-[0-9]*))))
 compilers:
 	@[ -n "$(COMPILERS)" ] || echo "no g++-N or clang++-N on PATH: NOT checked with any"

@@ -2,8 +2,8 @@
 
 Most of csrc knows neither torch nor Python and is compiled once. Only process_group/ and the bindings are compiled for
 each torch. Compilers spend most of their time on headers, ten seconds on torch's. So the sources of a folder are
-compiled in one piece, a file that includes them, and those that know torch in two: a name that one source declares for
-itself must not mean something else in another. Those of kernels/ stay apart, as each sets the instructions it is for.
+compiled in one piece, a file that includes them, and those that know torch in two pieces: two sources of a piece must
+not use one name for two things. Those of kernels/ stay apart, as each sets the instructions it is for.
 """
 
 from __future__ import annotations
@@ -213,17 +213,17 @@ def build(package: Path) -> None:
     file = NinjaFile(compiler())
     sources = sorted(path for path in CSRC.rglob("*.cpp") if "stress" not in path.parts)
     bindings, calls = [], []
-    folders = defaultdict[Path, list[Path]](list)
+    units = defaultdict[Path, list[Path]](list)
     for source in sources:
         if knows_torch(source):
             (bindings if "bindings" in source.name else calls).append(source)
         else:
-            folders[source if source.parent.name == "kernels" else source.parent].append(source)
+            units[source if source.parent.name == "kernels" else source.parent].append(source)
     engine = []
-    for what, members in folders.items():
-        made_of_it = BUILD / "engine" / what.relative_to(CSRC).with_suffix(".o")
+    for unit, members in units.items():
+        made_of_it = BUILD / "engine" / unit.relative_to(CSRC).with_suffix(".o")
         source = members[0] if len(members) == 1 else piece(made_of_it.with_suffix(".cpp"), members)
-        engine.append(file.add("compile", made_of_it, [source], str(what)))
+        engine.append(file.add("compile", made_of_it, [source], str(unit)))
     made = set[Path]()
     for torch in torches():
         pieces = [

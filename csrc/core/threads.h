@@ -36,6 +36,8 @@ std::thread start_thread(F&& body) {
   try {
     thread = std::thread([body = std::forward<F>(body)]() mutable {
       const DefaultFloatEnvironment environment;
+      // Makes what a thread's first exception needs: where there is no memory for it then, glibc ends the process.
+      [[maybe_unused]] const volatile int none = std::uncaught_exceptions();
       body();
     });
   } catch (const std::exception& error) {

@@ -46,7 +46,7 @@ inline thread_local bool SettingUp::here = false;
 template <class F>
 auto ProcessGroupRing::heard(const char* what, F f) const -> decltype(f()) {
   const auto tell = [&](const std::string& why) {
-    running_->engine->fail(Error(ErrorKind::system, c10::str(what, ": ", why), getRank()));
+    running_->engine->fail(Error(ErrorKind::system, std::string(what) + ": " + why, getRank()));
   };
   try {
     return f();

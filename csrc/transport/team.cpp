@@ -20,7 +20,7 @@ std::shared_ptr<std::byte> private_memory(std::size_t bytes) {
   return {static_cast<std::byte*>(mapped), [bytes](std::byte* memory) { munmap(memory, bytes); }};
 }
 
-// Those that nobody has taken are closed at the end, which needs no memory.
+// Closes what nobody has taken. Needs no memory.
 class DescriptorsByRank {
  public:
   explicit DescriptorsByRank(std::vector<int>&& all) : all_(std::move(all)) {}

@@ -17,7 +17,7 @@ WANTS = {
     errno.ENOMEM: _MEMORY,
     errno.ENOBUFS: _MEMORY,
 }
-"""By the error of a call for which this process, or its host, has run out of something: what to do."""
+"""By errno: what to do when a call fails because this process, or its host, has run out of something."""
 _REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EAFNOSUPPORT)
 
 

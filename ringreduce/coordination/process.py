@@ -154,5 +154,5 @@ def pidfd_fix(error: OSError) -> str:
         errno.ENOSYS: "ringreduce needs Linux 5.3 or newer",
         errno.EPERM: "let the container's or service's seccomp filter allow pidfd_open",
     }
-    fix = fixes.get(error.errno or 0) or WANTS.get(error.errno or 0)
+    fix = (WANTS | fixes).get(error.errno or 0)
     return f"; {fix}" if fix else ""

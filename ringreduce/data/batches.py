@@ -97,7 +97,8 @@ def lay_out_whole(batch: Any) -> LaidOut:
 
 def _stacked(samples: list[Any], laid_out: LaidOut, where: str) -> Any:
     first = samples[0]
-    _check_dense(first, f"samples{where}")
+    for sample in samples:
+        _check_readable(sample, f"samples{where}")
     if isinstance(first, torch.Tensor):
         _check_alike(samples, where, torch.Tensor)
         shape = (len(samples), *first.shape)
@@ -123,7 +124,7 @@ def _stacked(samples: list[Any], laid_out: LaidOut, where: str) -> Any:
     return samples
 
 
-def _check_dense(value: Any, name: str) -> None:
+def _check_readable(value: Any, name: str) -> None:
     refuse_masked(value, name)
     if isinstance(value, torch.Tensor):
         if value.is_quantized:
@@ -146,7 +147,7 @@ def _check_alike(samples: list[Any], where: str, kind: Any) -> None:
 
 
 def _whole(batch: Any, laid_out: LaidOut) -> Any:
-    _check_dense(batch, "the batch")
+    _check_readable(batch, "the batch")
     if isinstance(batch, torch.Tensor):
         return laid_out.add([batch], str(batch.dtype)[6:], tuple(batch.shape), batch.element_size(), False)
     if isinstance(batch, np.ndarray) and _is_plain(batch.dtype):

@@ -101,10 +101,12 @@ class Loader(Stepwise[Any]):
             whole = whole.dataset
         own = getattr(type(whole), "__getitem__", None) not in (None, Dataset.__getitem__)
         if not own and not hasattr(whole, "__getitems__"):
+            instead = "an object that has one"
+            if isinstance(whole, Iterable):
+                instead = "list(dataset)" if whole is dataset else "a Subset of list(dataset.dataset)"
             raise InvalidArgument(
-                f"Loader: dataset is a {type(whole).__name__}, without __getitem__ or __getitems__; samples that can "
-                "only be read one after the other have no ids to order: give list(dataset), or read them by torch's "
-                "DataLoader"
+                f"Loader: dataset is {'' if whole is dataset else 'a Subset of '}a {type(whole).__name__}, without "
+                f"__getitem__ or __getitems__, so its samples have no ids to order; give {instead}"
             )
         if not isinstance(order, Order):
             raise InvalidArgument(f"Loader: order is {order!r:.60}; give a ringreduce.data.Order")

@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from ringreduce import _C
 from ringreduce.common.cores import crowded
+from ringreduce.common.system import explained
 from ringreduce.config import (
     LEAST_SLICE_GLOO,
     MOST_SLICE_GLOO,
@@ -246,11 +247,11 @@ class GroupSpec:
             settings = self._settings(decision, meeting.names, ledger, links, **of_transport)
         except BaseException as error:  # the others may have their groups by now
             if meeting.memfd >= 0:
-                reason = f"{type(error).__name__}: {error}"
+                reason = explained(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
                 _C.cannot_take_part(meeting.memfd, exchange.rank, self._names(meeting.names), reason)
             meeting.close()
             if isinstance(error, OSError):
-                raise SystemFailure(f"making the group: {error}") from error
+                raise SystemFailure(f"making the group: {explained(error)}") from error
             raise
         try:
             group = _C.ProcessGroupRing(

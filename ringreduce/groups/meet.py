@@ -48,7 +48,7 @@ from ringreduce.coordination.process import own_pidfd
 from ringreduce.groups.arrivals import WHO, passed
 from ringreduce.groups.exchange import Exchange
 from ringreduce.groups.waiting import LEST
-from ringreduce.network.local import check_user, close_all, proof, receive, send, shared_memory, written
+from ringreduce.network.local import check_user, close_all, proof, receive, require_room, send, shared_memory, written
 from ringreduce.network.secret import group_secret
 
 if TYPE_CHECKING:
@@ -338,6 +338,8 @@ def _join(me: _Announced, leader: _Leader, here: list[int], own: _Member) -> tup
     with leader.connection as connection:
         try:
             hello = _HELLO.pack(own.rank, own.near, proof(leader.secret, b"member", leader.nonce, own.rank))
+            # Later it would be too late: the leader hands out descriptors and goes on, and would not hear of it.
+            require_room(1 + 2 * len(here), connection.fileno())
             pidfd = own_pidfd()
             try:
                 send(connection, hello, [pidfd] if own.arena < 0 else [pidfd, own.arena], exchange.deadline)
@@ -465,8 +467,8 @@ def _look_for_reason(exchange: Exchange) -> None:
 
 
 def _lost(exchange: Exchange, rank: int, error: Exception) -> Exception:
-    """For a rank of this host, the connection with which has failed; `error` itself if that is for want of something
-    here."""
+    """For a rank of this host, the connection with which has failed; `error` itself if this process has run out of
+    something."""
     if isinstance(error, OSError) and error.errno in WANTS:
         return error
     _look_for_reason(exchange)

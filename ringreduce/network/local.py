@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import errno
 import fcntl
 import hmac
@@ -84,8 +85,15 @@ def receive(connection: socket.socket, size: int, most: int) -> tuple[bytes, lis
             raise ConnectionError(f"a message is longer than {size} bytes")
         if len(fds) == most:
             raise ConnectionError(f"a message has more than {most} descriptors")
-        raise SystemFailure("this process has no descriptors left; see `ulimit -n`")
+        raise SystemFailure("this process has no descriptors left; raise `ulimit -n`")
     return message, list(map(above_streams, fds))
+
+
+def require_room(count: int, fd: int) -> None:
+    """Raises `OSError` (EMFILE) unless this process may have so many more descriptors; `fd` is any that it has."""
+    with contextlib.ExitStack() as opened:
+        for _ in range(count):
+            opened.callback(os.close, os.dup(fd))
 
 
 def exactly(connection: socket.socket, size: int) -> bytes:

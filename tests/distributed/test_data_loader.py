@@ -617,9 +617,12 @@ def test_wrong_timeouts(timeout: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((5, Order(10, 2)), "dataset is a int, without __getitem__"),
-        ((Stream(), Order(10, 2)), r"dataset is a Stream, without __getitem__ .*: give list\(dataset\), or read"),
-        ((Subset(Stream(), [3, 1]), Order(2, 2)), "dataset is a Stream, without __getitem__"),
+        ((5, Order(10, 2)), "dataset is a int, without __getitem__ .*; give an object that has one"),
+        ((Stream(), Order(10, 2)), r"dataset is a Stream, without __getitem__ .*; give list\(dataset\)"),
+        (
+            (Subset(Stream(), [3, 1]), Order(2, 2)),
+            r"dataset is a Subset of a Stream, .*; give a Subset of list\(dataset.dataset\)",
+        ),
         ((ChainDataset([Stream()]), Order(10, 2)), "dataset is a ChainDataset, without __getitem__"),
         ((DataLoader(Rows(10)), Order(10, 2)), "dataset is a DataLoader, without __getitem__"),
         ((Rows, Order(10, 2)), "dataset is a type, without __getitem__"),

@@ -124,8 +124,8 @@ def test_a_group_with_a_rank_that_the_world_has_lost_is_not_waited_for(how: str)
         assert ranks.results(but=(SIZE - 1,)) == [SIZE - 1] * (SIZE - 1)
 
 
-def runs_out_of_descriptors(me: Rank) -> list[int]:
-    """Rank 0 has room for one more descriptor each time. Returns for each time how many more are open afterwards."""
+def runs_out_of_descriptors(me: Rank, victim: int) -> list[int]:
+    """The victim has room for one more descriptor each time. Returns how many more are open after each."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with me.join("first"):  # what a process opens once
         pass
@@ -133,7 +133,7 @@ def runs_out_of_descriptors(me: Rank) -> list[int]:
     made = False
     while not made:
         before = set(os.listdir("/proc/self/fd"))
-        if me.rank == 0:
+        if me.rank == victim:
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, before)) + 1 + len(left), hard))
         try:
             with me.join(f"with {len(left)}"):
@@ -147,8 +147,11 @@ def runs_out_of_descriptors(me: Rank) -> list[int]:
     return left
 
 
-def test_nothing_stays_open_where_descriptors_run_out() -> None:
-    for left in run(runs_out_of_descriptors, 2):
+@pytest.mark.parametrize("victim", [0, 1])
+def test_all_fail_where_one_has_no_descriptors_left_and_nothing_stays_open(victim: int) -> None:
+    by_rank = run(runs_out_of_descriptors, 2, victim)
+    assert len({len(left) for left in by_rank}) == 1  # attempts
+    for left in by_rank:
         assert len(left) > 4
         assert left == [0] * len(left)
 

@@ -54,5 +54,5 @@ def test_tensors_that_are_not_dense_are_refused(whole: bool) -> None:
     sparse = torch.ones(3).to_sparse()
     for value, what, instead in ((quantized, "is torch.quint8", "dequantize"), (sparse, "layout Sparse", "to_dense")):
         with pytest.raises(InvalidArgument, match=rf"{name}: a tensor .*{what}; .* its {instead}\(\)"):
-            lay_out_whole({"x": value}) if whole else lay_out([{"x": value}])
+            lay_out_whole({"x": value}) if whole else lay_out([{"x": torch.ones(3)}, {"x": value}])
         lay_out([{"x": getattr(value, instead)()}])
