@@ -24,6 +24,13 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (Sweep("barrier", "socket_call", "make"), 1, 100, 2),
         (Sweep("barrier", "allocation", "make"), 30, 45, 16),  # while it takes descriptors and maps the segment
         (Sweep("receive in vain", "allocation", "destroy"), 1, 100, 1),
+        (Sweep("barrier", "descriptor", "make", victim=0), 1, 100, 4),
+        (Sweep("subgroup", "descriptor"), 1, 100, 2),
+        (Sweep("barrier", "thread", "make", "tcp"), 1, 100, 2),
+        (Sweep("barrier", "descriptor", "make", "tcp"), 1, 100, 10),
+        (Sweep("barrier", "allocation", "make", "tcp"), 48, 58, 11),  # while it makes the links
+        (Sweep("dist.all_reduce 64 B", "allocation", "call", "tcp"), 1, 100, 10),
+        (Sweep("receive in vain", "allocation", "destroy", "tcp"), 1, 100, 5),
     ],
     ids=str,
 )
