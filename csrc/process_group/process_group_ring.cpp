@@ -85,6 +85,7 @@ void ProcessGroupRing::release_resources() {
   fusion_buffer_.clear();
   team_.reset();
   shared_.reset();
+  settings_ = {};  // whose functions hold the ledger: weak references may keep this object for long
 }
 
 void ProcessGroupRing::abort() {

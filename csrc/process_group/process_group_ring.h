@@ -249,7 +249,7 @@ class ProcessGroupRing : public c10d::Backend {
   void begin_call();
   CallLog::Call begin_call(const Collective& collective);
 
-  const Settings settings_;
+  Settings settings_;
   std::shared_ptr<WorkSurroundings> shared_;
   std::shared_ptr<Team> team_;  // null where ranks share no memory
   std::shared_ptr<Running> running_;
