@@ -88,6 +88,8 @@ PyObject* guarded(F f) {
   } catch (const Error& error) {
     raise(error);
     return nullptr;
+  } catch (const std::bad_alloc&) {  // of which torch would make a RuntimeError
+    return PyErr_NoMemory();
   }
   END_HANDLE_TH_ERRORS
 }

@@ -13,7 +13,7 @@ import struct
 import time
 from collections.abc import Iterable
 
-from ringreduce.common.descriptors import above_streams
+from ringreduce.common.descriptors import above_streams, duplicate
 from ringreduce.common.failures import SystemFailure
 
 _CUT, _FDS_CUT = int(socket.MSG_TRUNC), int(socket.MSG_CTRUNC)  # members of an enum take microseconds to combine
@@ -93,7 +93,7 @@ def require_room(count: int, fd: int) -> None:
     """Raises `OSError` (EMFILE) unless this process may have so many more descriptors; `fd` is any that it has."""
     with contextlib.ExitStack() as opened:
         for _ in range(count):
-            opened.callback(os.close, os.dup(fd))
+            opened.callback(os.close, duplicate(fd))
 
 
 def exactly(connection: socket.socket, size: int) -> bytes:

@@ -26,6 +26,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (Sweep("receive in vain", "allocation", "destroy"), 1, 100, 1),
         (Sweep("barrier", "descriptor", "make", victim=0), 1, 100, 4),
         (Sweep("subgroup", "descriptor"), 1, 100, 2),
+        (Sweep("operator", "allocation"), 1, 100, 9),
         (Sweep("barrier", "thread", "make", "tcp"), 1, 100, 2),
         (Sweep("barrier", "descriptor", "make", "tcp"), 1, 100, 10),
         (Sweep("barrier", "allocation", "make", "tcp"), 48, 58, 11),  # while it makes the links
