@@ -6,7 +6,8 @@
 
 With each number of --ranks every library makes the calls on this host (differences_rank.py); in the last one a rank is
 killed. A cell says what came on all ranks; where that depends on the number of elements or ranks, the most frequent
-answer comes first. "not offered": all ranks had an error, or the library has no such name; --json has the texts.
+answer comes first. "refused": all ranks had an error; "not offered": the library has no such name; --json has the
+texts.
 """
 
 import contextlib
@@ -131,7 +132,7 @@ def nan_is(given: Values, found: Found) -> str:
     kept = np.isnan(np.stack(found))
     if (kept != kept[0]).any():
         return "**differs between ranks**"
-    return "NaN" if kept.all() else "NaN is lost" if not kept.any() else "NaN of some ranks is lost"
+    return "kept" if kept.all() else "lost" if not kept.any() else "lost from some ranks"
 
 
 def roundings(dtype: str, given: Values, found: Found) -> str:
@@ -151,14 +152,15 @@ def winner(given: Values, found: Found) -> str:
 
 
 def lengths(given: Values, found: Found) -> str:
-    calls = dict.fromkeys((min(map(len, found)), max(map(len, found))))
-    return f"{' to '.join(map(str, calls))}, each of up to {np.concatenate(found).max()}"
+    fewest, most = min(map(len, found)), max(map(len, found))
+    calls = f"{most}" if fewest == most else f"{fewest or 'none'} on some ranks, {most} on others"
+    return f"{calls}, of up to {np.concatenate(found).max()} elements"
 
 
 def every_second(all_reduce: bool, given: Values, found: Found) -> str:
     right, first = given.copy(), given.copy()
     right[:, ::2] = first[:, : given.shape[1] // 2] = given[:, 0].sum() if all_reduce else given[0, 0]
-    answers = {"yes": right, "**the first half instead**": first}
+    answers = {"works": right, "**the first half instead**": first}
     return next((text for text, each in answers.items() if (np.stack(found) == each).all()), "**wrong**")
 
 
@@ -174,7 +176,7 @@ PROBES = (
     Probe("float32 sums: added", SUM, random, in_order, ORDER),
     Probe("sums of different NaN: bits on all ranks", SUM, payloads, equal, SAME),
     Probe("`MIN`, `MAX` of 0 and -0: bits on all ranks", EXTREMES, zeros, equal, SAME),
-    Probe("`MIN`, `MAX` of NaN and numbers", EXTREMES, one_nan, nan_is,
+    Probe("`MIN`, `MAX` of NaN and numbers: NaN is", EXTREMES, one_nan, nan_is,
           "unit/test_kernels.py::test_min_and_max_keep_nan"),
     *(
         Probe(f"sums of {kind}", {"": ("all_reduce", kind, "SUM")}, partial(exact, kind), partial(roundings, kind),
@@ -189,9 +191,9 @@ PROBES = (
           "distributed/test_library_operators.py::test_the_highest_and_the_lowest"),
     Probe("a function that does not commute", {"": ("combine",)}, maps, in_order,
           "distributed/test_operators.py::test_every_call_combines_in_rank_order"),
-    Probe("a function for 300000 elements: calls on a rank", {"": ("pieces",)}, maps, lengths,
+    Probe("how often a rank calls a function for 300000 elements", {"": ("pieces",)}, maps, lengths,
           "distributed/test_operators.py::test_the_engine_calls_functions_in_python", counts=(300_000,)),
-    Probe("all_reduce of no elements", SUM, numbers, lambda *_: "yes", GRID, counts=(0,)),
+    Probe("all_reduce of no elements", SUM, numbers, lambda *_: "works", GRID, counts=(0,)),
     *(
         Probe(f"{call} of every second element", {"": ("strided", call)}, numbers,
               partial(every_second, call == "all_reduce"), GRID, counts=(4, 1002))
@@ -260,7 +262,9 @@ class Run:
                 answer = "**no result on some ranks**"
                 errors.append((self.path / "log").read_text(errors="replace")[-1000:])
             else:
-                answer = "not offered" if errors else probe.judge(self.given[number], found)
+                absent = any(text.startswith(("NotOffered", "AttributeError")) for text in errors)
+                refused = "not offered" if absent else "refused"
+                answer = refused if errors else probe.judge(self.given[number], found)
             yield probe.what, (name, str(count), str(self.ranks)), answer, "\n".join(dict.fromkeys(errors))
 
     def fate(self, others: list[Any], death: float) -> str:
@@ -310,13 +314,14 @@ def ask(peer: Peer, ranks: Sequence[int], row_of: dict[str, dict[str, Any]], **m
                 raise harness.CannotRun(f"{PEERS[peer]} did not start: {(run.path / 'log').read_text()[-1000:]}")
             version = (run.path / "version").read_text()
     killed = answers[KILLED]
-    slowest = max(re.findall(r"within [\d.]+ s", " ".join(killed.values())), default="")  # up to 10 s, as text sorts
+    soon = re.findall(r"within [\d.]+ s", " ".join(killed.values()))
+    slowest = max(soon, key=lambda text: float(text.split()[1]), default="")
     killed |= {case: re.sub(r"within [\d.]+ s", slowest, text) for case, text in killed.items()}
     for what, row in row_of.items():
         found = cell(answers[what])
         if not more:
             row[PEERS[peer]] = found
-        elif row[PEERS[peer]] == "not offered" != found:
+        elif row[PEERS[peer]] in ("not offered", "refused") and found not in ("not offered", "refused"):
             row[PEERS[peer]] = f"with {' '.join(f'`{key}={value}`' for key, value in more.items())}: {found}"
     return version
 

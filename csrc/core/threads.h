@@ -44,7 +44,9 @@ std::thread start_thread(F&& body) {
     refusal = error.what();
   }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  if (!thread.joinable()) throw Error(ErrorKind::system, "cannot start a thread: " + refusal);
+  if (!thread.joinable())
+    throw Error(ErrorKind::system,
+                "cannot start a thread: " + refusal + "; raise `ulimit -u`, `ulimit -v` or the cgroup's pids.max");
   return thread;
 }
 

@@ -20,7 +20,8 @@ struct ProcessGroupRing::Running {
   explicit Running(std::shared_ptr<Engine> of)
       : engine(std::move(of)),
         broken_off(ErrorKind::aborted,
-                   engine->number(engine->rank()) + " destroyed the group while calls were under way") {}
+                   engine->number(engine->rank()) + " destroyed the group while calls were under way"),
+        starved(ErrorKind::system, engine->number(engine->rank()) + " has no memory for a call", engine->rank()) {}
 
   // Ends what is under way, and all threads. Idempotent; from any thread. Returns, the first time, the error for this
   // rank if ranks are known to have made different calls. Needs no memory, but for that error.
@@ -32,6 +33,7 @@ struct ProcessGroupRing::Running {
   std::shared_ptr<WorkSurroundings> surroundings;  // the queue's, the mailbox's and the completions' threads
   std::unique_ptr<GpuCalls> gpu;                   // null until the group has an engine for CUDA tensors
   const Error broken_off;                          // of the other ranks where this one ends while calls are under way
+  const Error starved;  // of all ranks, where there is no memory for the error of a call either
   std::atomic<bool> ended{false};
 };
 
@@ -45,18 +47,22 @@ inline thread_local bool SettingUp::here = false;
 
 template <class F>
 auto ProcessGroupRing::heard(const char* what, F f) const -> decltype(f()) {
-  const auto tell = [&](const std::string& why) {
-    running_->engine->fail(Error(ErrorKind::system, std::string(what) + ": " + why, getRank()));
+  const auto tell = [&](auto why) {
+    try {
+      running_->engine->fail(Error(ErrorKind::system, why(), getRank()));
+    } catch (const std::bad_alloc&) {
+      running_->engine->fail(running_->starved);
+    }
   };
   try {
     return f();
   } catch (const Error& error) {
-    if (error.kind() == ErrorKind::system && !shared_->fork.forked()) tell(error.what());  // there is no thread
+    if (error.kind() == ErrorKind::system && !shared_->fork.forked()) tell([&] { return error.what(); });  // no thread
     throw;
   } catch (const pybind11::error_already_set&) {  // of the engine, which has told the others
     throw;
   } catch (const std::exception& error) {
-    tell(reason(error));
+    tell([&] { return std::string(what) + ": " + reason(error); });
     running_->engine->throw_if_aborted();  // the group's first error, which need not be this one
     throw;
   }
