@@ -90,9 +90,14 @@ void cannot_write(std::int64_t global_rank, const std::exception& error) {
 constexpr std::size_t kJobsKept = 20;
 
 // Whether a variable says where torch's own writer writes; else all jobs of a user have the same files. Not to be asked
-// in a thread of ours: the program may be setting a variable meanwhile.
-bool told_where_to_dump() {
-  return std::getenv("TORCH_FR_DUMP_TEMP_FILE") != nullptr || std::getenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE") != nullptr;
+// in a thread of ours: the program may be setting a variable meanwhile. So the writer, too, reads it here.
+bool told_where_to_dump(int global_rank) {
+  if (!std::getenv("TORCH_FR_DUMP_TEMP_FILE") && !std::getenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE")) return false;
+  try {
+    c10d::DebugInfoWriter::getWriter(global_rank);
+  } catch (const std::exception&) {  // write_dump() will say so
+  }
+  return true;
 }
 
 bool names_a_folder(const std::string& job) {
@@ -129,7 +134,10 @@ const char* profiling_title(OpType type, bool as_gloo) {
 }
 
 CallLog::CallLog(std::size_t entries, bool print, Group group)
-    : capacity_(entries), print_(print), told_where_(told_where_to_dump()), group_(std::move(group)) {
+    : capacity_(entries),
+      print_(print),
+      group_(std::move(group)),
+      told_where_(told_where_to_dump(static_cast<int>(global_rank()))) {
   group_.made = c10::getTime();
   Registry& registry = process_wide<Registry>();
   std::lock_guard lock(registry.mutex);

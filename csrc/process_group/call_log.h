@@ -128,9 +128,10 @@ class CallLog {
   std::int64_t global_rank() const { return group_.ranks[static_cast<std::size_t>(group_.rank)]; }
 
   const std::size_t capacity_;
-  const bool print_, told_where_;
+  const bool print_;
   mutable std::mutex mutex_;
   Group group_;
+  const bool told_where_;
   std::vector<Entry> entries_;  // by id modulo capacity
   std::uint64_t next_id_ = 0;
   std::array<Counters, kTypes> counters_{};
