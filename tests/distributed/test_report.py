@@ -169,6 +169,7 @@ def test_a_timeout_leaves_a_record_that_names_the_culprit(tmp_path: Path) -> Non
 def timing_out(me: Rank, folder: str) -> None:
     os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{folder}/rank"
     with me.join(call_timeout=1):
+        os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{folder}/read later, by a thread"
         dist.all_reduce(torch.ones(3))
         if me.rank < 2:
             with pytest.raises(CollectiveTimeout):
