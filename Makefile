@@ -317,8 +317,8 @@ format: $(VENV)/.test-tools
 AARCH64 := aarch64-linux-gnu-
 
 # The stress program: csrc/stress and all of csrc that does not know torch, once under each sanitizer.
-STRESS_SOURCES := $(sort $(shell find csrc/core csrc/cuda csrc/nccl csrc/kernels csrc/transport csrc/engine csrc/parameter_server \
-  csrc/stress -name '*.cpp' ! -path csrc/parameter_server/bindings.cpp 2>/dev/null))
+STRESS_SOURCES := $(sort $(shell find csrc/core csrc/cuda csrc/nccl csrc/kernels csrc/transport csrc/engine \
+  csrc/parameter_server csrc/stress -name '*.cpp' ! -path csrc/parameter_server/bindings.cpp 2>/dev/null))
 WARNINGS := -Wall -Wextra $(if $(filter 1,$(RINGREDUCE_WERROR)),-Werror)
 STRESS_FLAGS := -std=c++20 -O1 -g1 $(WARNINGS) -ffp-contract=off -fno-omit-frame-pointer -pthread -Icsrc -iquote.
 ifeq ($(origin CXX),default)

@@ -180,9 +180,8 @@ class Bounded(Values):
     """
 
     def __init__(self, store: Any, seconds: float = UNANSWERED) -> None:
-        self._requests: queue.SimpleQueue[Callable[[], None] | None] = (
-            queue.SimpleQueue()
-        )  # before what may raise: __del__ needs it
+        # Before what may raise, since __del__ needs it.
+        self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         require(store, ("compare_set", *METHODS))
         self._store, self._seconds = store, seconds
         self._under_way: list[float] = []

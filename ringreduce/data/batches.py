@@ -19,9 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ringreduce import _C
-from ringreduce.errors import InvalidArgument
-from ringreduce.groups.tensors import refuse_masked
+from ringreduce.groups.tensors import check_dense, refuse_masked
 
 ALIGNMENT = 64
 
@@ -127,9 +125,7 @@ def _stacked(samples: list[Any], laid_out: LaidOut, where: str) -> Any:
 def _check_readable(value: Any, name: str) -> None:
     refuse_masked(value, name)
     if isinstance(value, torch.Tensor):
-        if value.is_quantized:
-            raise InvalidArgument(f"{name}: a tensor is {value.dtype}; pass its dequantize()")
-        _C.check_tensor(name, value, written=False)
+        check_dense(value, name)
 
 
 def _check_alike(samples: list[Any], where: str, kind: Any) -> None:

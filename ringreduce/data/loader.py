@@ -79,8 +79,7 @@ class Loader(Stepwise[Any]):
       and `collate` are pickled, for libraries whose threads do not survive a fork. The program is imported there, so it
       needs `if __name__ == "__main__":`. Or a context of `multiprocessing`, as DataLoader takes it.
 
-    Raises `InvalidArgument`, also if Loaders that share servers differ in order, servers, seeded or
-    the way to start servers.
+    Raises `InvalidArgument`, also if Loaders that share servers differ in order, servers, seeded or the way to start.
     """
 
     def __init__(

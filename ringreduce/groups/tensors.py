@@ -145,6 +145,13 @@ def from_numpy(array: Any, name: str = "tensor", takes_op: bool = True) -> torch
         ) from None
 
 
+def check_dense(tensor: torch.Tensor, name: str) -> None:
+    """Raises `InvalidArgument` unless the values of the argument `name` can be read where they lie."""
+    if tensor.is_quantized:
+        raise InvalidArgument(f"{name}: a tensor is {tensor.dtype}; pass its dequantize()")
+    _C.check_tensor(name, tensor, written=False)
+
+
 def refuse_masked(array: object, name: str) -> None:
     if isinstance(array, np.ma.MaskedArray):
         raise InvalidArgument(

@@ -10,9 +10,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from ringreduce import _C
 from ringreduce.errors import InvalidArgument
-from ringreduce.groups.tensors import from_numpy
+from ringreduce.groups.tensors import check_dense, from_numpy
 from ringreduce.parameter_server.checks import WHOLE, is_text, number, shown, whole
 from ringreduce.parameter_server.modes import Mode
 from ringreduce.parameter_server.updates import UpdateRule
@@ -90,9 +89,7 @@ def _tensor(key: str, array: Any) -> torch.Tensor:
         raise InvalidArgument(
             f"{key!r} is on {tensor.device} with {tensor.numel()} elements; it must be on the CPU, with 1 or more"
         )
-    if tensor.is_quantized:
-        raise InvalidArgument(f"{key!r} is {tensor.dtype}; pass its dequantize()")
-    _C.check_tensor(repr(key), tensor, written=False)
+    check_dense(tensor, repr(key))
     there, needed = tensor.untyped_storage().nbytes(), _bytes_from_storage(tensor)
     if there < needed:
         raise InvalidArgument(

@@ -12,8 +12,8 @@
 namespace ringreduce::parameter_server {
 namespace {
 
-constexpr std::size_t kGradientSlice =
-    32 * 1024;  // bytes of a gradient that are combined at once, to stay in the cache
+// Bytes of a gradient that are combined at once, to stay in the cache.
+constexpr std::size_t kGradientSlice = 32 * 1024;
 
 // How the pushes of an update are combined into one gradient.
 struct Combination {
