@@ -127,11 +127,13 @@ class Entry:
         """Whether all founders have entered this incarnation, or one has given it up."""
         return bool(self.store.check(["founded"]))
 
-    def is_for_earlier_ones(self) -> bool:
-        """Whether an incarnation that was given up tells this process nothing: it was started after that, or the
-        founder that gave up has waited in vain and may try again."""
-        kind, _, culprit, when = json.loads(self.store.get("founded"))
-        return bool(kind == CollectiveTimeout.__name__ or culprit < 0 or process_began() > when)
+    def tells_this_process(self) -> bool:
+        """Whether a founder has given up this incarnation since this process began, with an error that is for this one
+        too. It is not if that founder has waited in vain, and so may try again, or has met what earlier ones left."""
+        if not self.is_over() or (founded := self.store.get("founded")).isdigit():
+            return False
+        kind, _, culprit, when = json.loads(founded)
+        return bool(kind != CollectiveTimeout.__name__ and culprit >= 0 and process_began() <= when)
 
     def raise_if_given_up(self) -> None:
         """Raises the error with which a founder has given up this incarnation, or `Stale` (for earlier processes)."""
@@ -144,8 +146,10 @@ class Entry:
             raise getattr(errors, kind)(text, culprit)
 
     def is_stale(self) -> bool:
-        """Whether a founder came before this process began, and has ended."""
+        """Whether a founder came before this process began, and has ended without an error that this one is told."""
         with contextlib.suppress(*STORE_GONE):
+            if self.tells_this_process():
+                return False
             self._look_who_came()
         ended = self._ended()
         return ended is not None and self._came[ended].is_earlier

@@ -157,8 +157,8 @@ def _begin(entry: Entry, store: Any) -> None:
         entry.begin(founding, founding.latest())
         if entry.is_over() and entry.store.get("founded").isdigit():
             _check_has_ended(entry)
-        elif founding.claim(entry.attempt, entry.worker, me).name == me and not (
-            entry.is_over() and entry.is_for_earlier_ones()
+        elif founding.claim(entry.attempt, entry.worker, me).name == me and (
+            not entry.is_over() or entry.tells_this_process()
         ):
             return
         twice = f"a second process has come as rank {entry.worker}; join again, and give each process its own rank"
@@ -226,6 +226,8 @@ def _agree(entry: Entry, **values: int) -> None:
     for name, mine in values.items():
         agreed = once(entry.store, name.replace("_", " "), str(mine))
         if agreed != str(mine):
+            if entry.is_stale():
+                raise Stale
             its = f"{name} is {agreed} here and {mine} on rank {entry.worker}; give all the same, and join again"
             entry.give_up(InvalidArgument(its, entry.worker))
             raise InvalidArgument(

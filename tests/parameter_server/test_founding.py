@@ -18,6 +18,8 @@ from distributed.harness import Rank, Ranks, run
 from processes import deadline
 
 import ringreduce.parameter_server as ps
+from ringreduce.coordination.founding import _founder
+from ringreduce.coordination.process import has_ended
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost
 from ringreduce.parameter_server.arguments import MOST_SERVERS, MOST_WORKERS
 from ringreduce.parameter_server.entry import Entry
@@ -40,6 +42,7 @@ def replaced(where: str, by: Callable[..., None]) -> Any:
 def loses_a_founder(me: Rank, where: str, late: bool) -> tuple[str, int]:
     """Rank 2 dies once it has come. Rank 1 comes at once, or when rank 0 has been told."""
     options = SMALL | {"timeout": LONG}
+    me.meet("all have begun")
     if me.rank == 2:
         me.report(os.getpid())
         with replaced(where, dies):
@@ -67,6 +70,36 @@ def test_the_others_are_told_of_a_founder_that_dies_before_or_after_they_come(wh
         (pid,) = ranks.reports(but=(0, 1))
         for said, culprit in ranks.results(but=(2,)):
             assert "server 2 (" in said and f"pid {pid})" in said and culprit == 2
+
+
+def begins_last(me: Rank, fault: str) -> tuple[str, int]:
+    """Rank 0 comes before rank 1 has begun. It is told of rank 2, and ends, before rank 1 comes."""
+    options, kind = SMALL | {"timeout": LONG}, PeerLost if fault == "dies" else InvalidArgument
+    if me.rank > 0:
+        me.store.wait([rank_0 := f"{PREFIX}/default/attempt 0/rank 0"])
+    if me.rank == 1:
+        began = time.time()
+        me.store.set("rank 1 has begun", "")
+        while not has_ended(_founder(me.store.get(rank_0)).who):
+            time.sleep(0.01)
+        mock.patch("ringreduce.coordination.founding.process_began", lambda: began).start()
+        mock.patch("ringreduce.parameter_server.entry.process_began", lambda: began).start()
+    if me.rank == 2:
+        me.store.wait(["rank 1 has begun"])
+        if fault == "dies":
+            replaced("founding._make_known", dies).start()
+        else:
+            options["block_bytes"] = 8192
+    with pytest.raises(kind) as raised:
+        ps.join(me.store, rank=me.rank, size=3, **options)
+    return str(raised.value), raised.value.culprit
+
+
+@pytest.mark.parametrize("fault", ["dies", "has other arguments"])
+def test_one_that_begins_last_is_told_why_another_gave_up(fault: str) -> None:
+    with Ranks(begins_last, 3, fault) as ranks:
+        by_rank_0, by_rank_1 = ranks.results(but=(2,))
+        assert by_rank_0 == by_rank_1 and by_rank_0[1] == 2
 
 
 def is_an_earlier_attempt(me: Rank, port: int, comes: tuple[int, ...], where: str) -> None:
