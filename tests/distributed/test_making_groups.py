@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -189,21 +190,36 @@ def test_each_gets_the_group_it_asked_for_or_an_error_that_names_both_lists() ->
 
 def groups_in_other_orders(me: Rank) -> tuple[list[tuple[str, int]], float]:
     """Odd ranks make their groups in another order. With two threads each they come together all the same; returns
-    the errors of those with one thread, numbered and by local synchronization, and a sum over the threads' groups."""
+    the errors of those with one thread, numbered and by local synchronization, and a sum over the threads' groups.
+
+    Threads begin in an order in which no group is made before all have begun theirs: torch names a group by how many its
+    process has.
+    """
     made: dict[int, Any] = {}
 
-    def by_thread(ranks: list[int], pause: float) -> None:
+    def by_thread(ranks: list[int], other: int = 0, count: int = 0, pause: float = 0.0) -> None:
+        """Begins a while after the other rank has begun so many groups."""
+        while me.store.add(f"begun by {other}", 0) < count:
+            time.sleep(0.01)
         time.sleep(pause)
         made[len(ranks)] = dist.new_group(ranks, use_local_synchronization=True)
+
+    def passed(stage: str) -> None:
+        if stage == "arrival: told":
+            me.store.add(f"begun by {me.rank}", 1)
 
     def in_order(*lists: list[int], local: bool = False) -> None:
         for ranks in lists[:: -1 if me.rank % 2 else 1]:
             dist.new_group(ranks, use_local_synchronization=local)
 
     with me.join(timeout=300.0):
-        if me.rank < 3:
-            first, second = (1.5, 0.0) if me.rank % 2 else (0.0, 1.5)
-            in_threads([lambda: by_thread([0, 1], first), lambda: by_thread([0, 1, 2], second)])
+        with mock.patch("ringreduce.groups.arrivals.passed", passed):
+            if me.rank == 0:
+                in_threads([lambda: by_thread([0, 1]), lambda: by_thread([0, 1, 2], 1, 1, pause=1.5)])
+            elif me.rank == 1:
+                in_threads([lambda: by_thread([0, 1, 2]), lambda: by_thread([0, 1], 0, 2)])
+            elif me.rank == 2:
+                by_thread([0, 1, 2], 1, 2)
         value = torch.full((3,), float(me.rank + 1))
         for size in sorted(made):
             if made[size] is not None:
