@@ -43,6 +43,7 @@ SlotEngine::SlotEngine(std::shared_ptr<Team> team, const Options& options)
       placement_(*team_) {
   const Geometry& geometry = team_->geometry();
   workspace_.channels.resize(geometry.channels);
+  populated_.resize(geometry.channels);
   for (ChannelState& channel : workspace_.channels) {
     channel.tail.resize(geometry.ranks);
     channel.read_by.resize(geometry.ranks);
@@ -71,10 +72,11 @@ void SlotEngine::populate(const BoundCall& bound) {
   const Geometry& geometry = team_->geometry();
   const std::size_t bytes =
       lesser(geometry.slot_bytes, std::max<std::size_t>(bound.largest(), bound.spread_bytes() / geometry.depth));
-  if (bytes <= populated_) return;
-  populated_ = bytes;
-  for (int channel = 0; channel < static_cast<int>(geometry.channels); ++channel)
-    for (std::uint64_t seq = 0; seq < geometry.depth; ++seq) team_->own().populate(channel, seq, bytes);
+  for (std::size_t channel = 0; channel < bound.channels().size(); ++channel) {
+    if (bytes <= std::exchange(populated_[channel], std::max(bytes, populated_[channel]))) continue;
+    for (std::uint64_t seq = 0; seq < geometry.depth; ++seq)
+      team_->own().populate(static_cast<int>(channel), seq, bytes);
+  }
 }
 
 // Binds the call, and takes what else it needs before others are told of it.

@@ -65,13 +65,13 @@ class SlotEngine final : public Engine {
 
   const std::shared_ptr<Team> team_;
   Workspace workspace_;
-  std::uint64_t history_ = 0;        // the fingerprint of the latest call
-  std::deque<BoundCall> bound_;      // the latest kBound calls that differ, the newest first
-  int choices_bound_ = 0;            // what choices_made() was when they were bound
-  const std::uint64_t number_;       // among the engines of this process
-  std::size_t populated_ = 0;        // bytes of each slot that are there
-  Ways ways_;                        // in which values are passed on, and outputs stored
-  std::set<const Program*> linked_;  // whose peers on other hosts have been reached
+  std::uint64_t history_ = 0;           // the fingerprint of the latest call
+  std::deque<BoundCall> bound_;         // the latest kBound calls that differ, the newest first
+  int choices_bound_ = 0;               // what choices_made() was when they were bound
+  const std::uint64_t number_;          // among the engines of this process
+  std::vector<std::size_t> populated_;  // by channel: bytes of each slot that are there
+  Ways ways_;                           // in which values are passed on, and outputs stored
+  std::set<const Program*> linked_;     // whose peers on other hosts have been reached
   Placement placement_;
   // What the present call waits at, and at which time of the call it began to.
   struct {
