@@ -42,13 +42,13 @@ def packed(recipe: Recipe) -> int:
     fd = above_streams(os.memfd_create("ringreduce data recipe"))
     try:
         with open(fd, "wb", closefd=False) as file:
-            pickle.dump((recipe.order, recipe.seeded, prepared()), file)
-            pickle.dump((recipe.dataset, recipe.collate), file, pickle.HIGHEST_PROTOCOL)
+            pickle.dump((recipe.order, prepared()), file)
+            pickle.dump((recipe.dataset, recipe.collate, recipe.seeded), file, pickle.HIGHEST_PROTOCOL)
     except Exception as error:  # whatever the dataset's own code raises
         os.close(fd)
         raise InvalidArgument(
-            f"Loader: dataset or collate cannot be pickled, as multiprocessing_context='spawn' needs it: {error}; give "
-            "what can be pickled, or multiprocessing_context='fork'"
+            f"Loader: dataset, collate or seeded cannot be pickled, as multiprocessing_context='spawn' needs: {error}; "
+            "give what can be pickled, or multiprocessing_context='fork'"
         ) from error
     return fd
 
@@ -68,13 +68,13 @@ def serve(number: int, recipe: int, listener: int, starter: int, current: int) -
     torch.set_num_threads(1)
     here: Any = process.current_process()
     with open(f"/proc/self/fd/{recipe}", "rb") as file:  # with a place of its own, unlike the descriptor
-        order, seeded, program = pickle.load(file)
+        order, program = pickle.load(file)
         here._inheriting = True  # so that the program, which is imported again, starts no servers itself
         try:
             spawn.prepare(program)
-            dataset, collate = pickle.load(file)
+            dataset, collate, seeded = pickle.load(file)
         except BaseException as error:  # a program may exit
-            dataset, collate = _Unreadable(error), None
+            dataset, collate, seeded = _Unreadable(error), None, False
         finally:
             del here._inheriting
     os.close(recipe)

@@ -1,4 +1,4 @@
-"""Which Loaders share servers: those whose names, jobs, datasets and `collate` are the same."""
+"""Which Loaders share servers: those whose names, jobs, datasets and functions are the same."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ SAMPLED = 4096
 """Elements that are compared of an array, when those before it have used up MOST_BYTES."""
 
 
-def full_name(name: str, dataset: Any, collate: Any) -> str:
+def full_name(name: str, dataset: Any, *functions: Any) -> str:
     """The name of what Loaders share. A `name` that begins with "/" is of no job.
 
     Where datasets cannot be compared whole, the k-th Loader of a name shares with the k-th of other processes only.
     """
-    digest, whole = _digest(dataset, collate)
+    digest, whole = _digest(dataset, *functions)
     place = "" if whole else str(next(_not_whole.setdefault(name, itertools.count())))
     return "\0".join(("" if name.startswith("/") else _job(), name, digest, place))
 
@@ -54,7 +54,7 @@ def _job() -> str:
     return "\0".join(told) if any(told) else str(os.getpid() if parent is None else parent.pid)
 
 
-def _digest(dataset: Any, collate: Any) -> tuple[str, bool]:
+def _digest(dataset: Any, *functions: Any) -> tuple[str, bool]:
     """Equal for equal datasets in all processes, as far as their pickles are equal; and whether all of it was compared.
 
     It must neither take long nor raise an error. So of what cannot be pickled it covers the type only, and the
@@ -67,7 +67,7 @@ def _digest(dataset: Any, collate: Any) -> tuple[str, bool]:
     found = _Hash()
     pickler = _Pickler(found)
     try:
-        pickler.dump((indices, collate, dataset))
+        pickler.dump((indices, functions, dataset))
     except Exception as error:  # whatever the dataset's own code raises
         found.hash.update(type(error).__name__.encode())
         pickler.whole = False

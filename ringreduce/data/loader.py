@@ -68,16 +68,18 @@ class Loader(Stepwise[Any]):
     - `order`: which ids are read in which step.
     - `servers`: processes; step k is prepared by server k % servers.
     - `ahead`: how many batches are prepared before they are asked for. None: two for each server, from 4 to 64.
-    - `name`: whose servers to share. Loaders of one name whose `dataset` or `collate` differ, as far as their pickles
-      show it, share nothing. None: servers of this Loader alone.
+    - `name`: whose servers to share. Loaders of one name whose `dataset`, `collate` or `seeded` differ, as far as their
+      pickles show it, share nothing. None: servers of this Loader alone.
     - `collate`: makes one batch of a list of samples, instead of stacking.
     - `seeded`: before each sample, the generators of Python, NumPy and torch are seeded by (order.seed, epoch, id), so
       random augmentation of an id is the same, whoever prepares it. With `__getitems__`, other than that of torch's
-      `Subset`, they are seeded once for each rank's part of a batch. False saves about 10 us a sample.
+      `Subset`, they are seeded once for each rank's part of a batch. False saves about 10 us a sample. A function is
+      also called with a seed below 2**32, for libraries with generators of their own.
     - `timeout`: how long `get` waits for a batch; a timedelta, or seconds.
-    - `multiprocessing_context`: None or "fork": servers are forked. "spawn": they are new processes, to which `dataset`
-      and `collate` are pickled, for libraries whose threads do not survive a fork. The program is imported there, so it
-      needs `if __name__ == "__main__":`. Or a context of `multiprocessing`, as DataLoader takes it.
+    - `multiprocessing_context`: None or "fork": servers are forked. "spawn": they are new processes, to which
+      `dataset`, `collate` and `seeded` are pickled, for libraries whose threads do not survive a fork. The program is
+      imported there, so it needs `if __name__ == "__main__":`. Or a context of `multiprocessing`, as DataLoader takes
+      it.
 
     Raises `InvalidArgument`, also if Loaders that share servers differ in order, servers, seeded or the way to start.
     """
@@ -91,7 +93,7 @@ class Loader(Stepwise[Any]):
         *,
         name: str | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
-        seeded: bool = True,
+        seeded: bool | Callable[[int], Any] = True,
         timeout: timedelta | float = 300.0,
         multiprocessing_context: Any = None,
     ) -> None:
@@ -115,6 +117,10 @@ class Loader(Stepwise[Any]):
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
                 raise InvalidArgument(f"Loader: {what} is {value!r}; give an integer from 1 to {most}")
         assert ahead is not None
+        if not isinstance(seeded, bool) and not callable(seeded):
+            raise InvalidArgument(
+                f"Loader: seeded is {seeded!r:.60}; give True, False, or a function that takes a seed"
+            )
         method = fresh.start_method(multiprocessing_context)
         self.order, self.servers, self.ahead, self.step = order, servers, ahead, 0
         self.name = name
@@ -133,8 +139,8 @@ class Loader(Stepwise[Any]):
         self._closed = False
         self._connections = Connections(
             "without a name" if name is None else f"named {name!r}",
-            own_name if name is None else full_name(name, dataset, collate),
-            {"order": order.state(), "servers": servers, "seeded": seeded, "multiprocessing_context": method},
+            own_name if name is None else full_name(name, dataset, collate, callable(seeded) and seeded),
+            {"order": order.state(), "servers": servers, "seeded": bool(seeded), "multiprocessing_context": method},
             Recipe(dataset, order, collate, seeded),
             self._timeout,
         )

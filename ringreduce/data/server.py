@@ -43,7 +43,7 @@ class Recipe(NamedTuple):
     dataset: Any
     order: Order
     collate: Callable[[list[Any]], Any] | None
-    seeded: bool
+    seeded: bool | Callable[[int], Any]
 
 
 class Reader:
@@ -224,7 +224,7 @@ class Server:
         samples: Any
         if prepares_many(dataset):
             if seeded:
-                _seed(order.seed, *key)
+                _seed(seeded, order.seed, *key)
             samples = dataset.__getitems__(ids)
             if not isinstance(samples, list):
                 return lay_out_whole(collate(samples) if collate else samples)
@@ -235,7 +235,7 @@ class Server:
             try:
                 for position, number in enumerate(ids, key[0]):
                     if seeded:
-                        _seed(order.seed, position // order.n, number)
+                        _seed(seeded, order.seed, position // order.n, number)
                     self._current[0] = number
                     samples.append(dataset[number])
             except BaseException as error:
@@ -347,9 +347,11 @@ def _failure(error: BaseException) -> Failure:
     return Failure("".join(traceback.format_exception(error)), number)
 
 
-def _seed(*numbers: int) -> None:
+def _seed(own: bool | Callable[[int], Any], *numbers: int) -> None:
     """Seeds what a dataset may draw its augmentation from, so that the same example gets the same again."""
     seed = mixed(*numbers)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.default_generator.manual_seed(seed)
+    if callable(own):
+        own(seed & 0xFFFFFFFF)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import socket
@@ -164,6 +165,37 @@ def parts(me: Rank) -> None:
 
 def test_parts_of_a_dataset_are_seeded_by_example() -> None:
     run(parts, 1)
+
+
+class Augmented(Rows):
+    """As libraries do that have a generator of their own."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__(n)
+        self.generator = np.random.default_rng(0)
+
+    def __getitem__(self, number: int) -> float:
+        return number + self.generator.random()
+
+    def reseed(self, seed: int) -> None:
+        self.generator = np.random.default_rng(seed)
+
+
+def reseeded(me: Rank, context: str) -> None:
+    dataset, order = Augmented(40), Order(40, 8, 1)
+    found = []
+    for servers in (1, 3):
+        with Loader(dataset, order, servers, seeded=dataset.reseed, multiprocessing_context=context) as reader:
+            found.append([reader.get(step).tolist() for step in range(5)])
+    assert found[0] == found[1]
+    assert sorted(map(int, itertools.chain(*found[0]))) == [*range(40)]
+    with pytest.raises(InvalidArgument, match="seeded is 3; give True, False, or a function that takes a seed"):
+        Loader(dataset, order, seeded=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_a_library_with_a_generator_of_its_own_is_seeded_by_a_function(context: str) -> None:
+    run(reseeded, 1, context)
 
 
 # an iteration

@@ -66,7 +66,7 @@ def test_wrong_contexts() -> None:
     rows, order = Rows(10), Order(10, 2)
     with pytest.raises(InvalidArgument, match="multiprocessing_context is 'forkserver'; give 'fork' or 'spawn'"):
         Loader(rows, order, multiprocessing_context="forkserver")
-    with pytest.raises(InvalidArgument, match=r"dataset or collate cannot be pickled, .*lambda"):
+    with pytest.raises(InvalidArgument, match=r"dataset, collate or seeded cannot be pickled, .*lambda"):
         Loader(rows, order, collate=lambda samples: samples, multiprocessing_context="spawn")
     with (
         Loader(rows, order, name="contexts"),

@@ -192,8 +192,7 @@ def groups_in_other_orders(me: Rank) -> tuple[list[tuple[str, int]], float]:
     """Odd ranks make their groups in another order. With two threads each they come together all the same; returns
     the errors of those with one thread, numbered and by local synchronization, and a sum over the threads' groups.
 
-    Threads begin in an order in which no group is made before all have begun theirs: torch names a group by how many its
-    process has.
+    No group is made before all have begun theirs: torch names a group by how many its process has.
     """
     made: dict[int, Any] = {}
 
