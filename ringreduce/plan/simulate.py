@@ -1,4 +1,4 @@
-"""How long a plan takes over a network: alpha-beta, with contention for links, slices, and a cost per step.
+"""How long a plan takes over a network: alpha-beta, with contention for links, and slices.
 
 A message is what one step sends to one peer.  It is ready for the first link of its route when the step has ended, and
 for each other link when the one before begins to serve it (switches cut through).  A link serves its messages in the
@@ -7,12 +7,11 @@ waits; a message that waits for it holds up nobody on other links (switches buff
 message, and the latency of its route has passed, it is there: over idle links, after ``latency + max(share * bytes /
 capacity)``.
 
-A step runs when all that it receives has come and the step before it has ended.  It takes `step_seconds`, and a rank
-does one step at a time, in the order in which they can run.  Moving and combining bytes inside a rank costs nothing,
-nor does telling a sender that its message was read.
+A step runs when all that it receives has come and the step before it has ended.  It takes no time: neither moving and
+combining bytes inside a rank nor telling a sender that its message was read costs anything.
 
 Slices are those of the engine (csrc/engine/execution.h): round `k` runs every program on slice `k` of each chunk; a
-rank begins round `k` when its round ``k - window`` has ended, and writes a slot of its outbox (`slot_depth`) when what
+rank begins round `k` when its round ``k - WINDOW`` has ended, and writes a slot of its outbox (`slot_depth`) when what
 it held has been read.  All this is a *marked graph* (see `verify`): every step waits for fixed other ones.  They are
 executed in the order of time, ties in the order in which they came about, so equal arguments give equal results.
 
@@ -78,9 +77,7 @@ def simulate(
     network: Network,
     size_bytes: float,
     *,
-    step_seconds: float = 0.0,
     slice_bytes: float | None = None,
-    window: int = WINDOW,
     groups: LikeGroups | None = None,
     rounds: int = 1,
 ) -> Simulated:
@@ -104,14 +101,12 @@ def simulate(
     renumber = renumbered(plan, groups.places) if groups else None
     if groups is None or renumber is None:
         graph = compile_round(plan, network.route, network.capacity)
-        return _Simulation(plan, graph, network.capacity, step_seconds, window).run(size_bytes, slice_bytes, rounds)
+        return _Simulation(plan, graph, network.capacity).run(size_bytes, slice_bytes, rounds)
     numbers = range(plan.size // groups.places)
     back = [next(by for by in numbers if renumber(group, by) == 0) for group in numbers]
     first = (replace(channel, programs=channel.programs[: groups.places]) for channel in plan.channels)
-    return simulate_first(
-        replace(plan, channels=tuple(first)), network, size_bytes, groups, back.__getitem__,
-        step_seconds=step_seconds, slice_bytes=slice_bytes, window=window, rounds=rounds,
-    )  # fmt: skip
+    plan = replace(plan, channels=tuple(first))
+    return simulate_first(plan, network, size_bytes, groups, back.__getitem__, slice_bytes=slice_bytes, rounds=rounds)
 
 
 class Hop(NamedTuple):
@@ -129,13 +124,13 @@ class Hop(NamedTuple):
     slice: int
 
 
-def hops(plan: Plan, network: Network, size_bytes: float, slice_bytes: float, *, window: int = WINDOW) -> list[Hop]:
+def hops(plan: Plan, network: Network, size_bytes: float, slice_bytes: float) -> list[Hop]:
     """Every message of `simulate` with these slices on every link, in the order of time.
 
     Raises PlanError where `simulate` does.
     """
     graph = compile_round(plan, network.route, network.capacity)
-    simulation = _Simulation(plan, graph, network.capacity, 0.0, window)
+    simulation = _Simulation(plan, graph, network.capacity)
     chunk_of = [step.chunk for channel in plan.channels for program in channel.programs for step in program]
     ends = {}  # the ranks of a way, which all messages between them share
     for step, rank in enumerate(graph.rank):
@@ -158,9 +153,7 @@ def simulate_first(
     groups: LikeGroups,
     opposite: Callable[[int], int],
     *,
-    step_seconds: float = 0.0,
     slice_bytes: float | None = None,
-    window: int = WINDOW,
     rounds: int = 1,
 ) -> Simulated:
     """`simulate` a plan that has the programs of the first group alone, where all groups do the same.
@@ -185,9 +178,8 @@ def simulate_first(
         return opposite(target // places) * places + source, target % places
 
     graph = compile_round(plan, route, network.capacity, taken_as)
-    one = _Simulation(plan, graph, network.capacity, step_seconds, window, SEARCHED_STEPS // 4).run(
-        size_bytes, slice_bytes, rounds
-    )
+    simulation = _Simulation(plan, graph, network.capacity, SEARCHED_STEPS // 4)
+    one = simulation.run(size_bytes, slice_bytes, rounds)
     return replace(one, messages=one.messages * size // places, steps=one.steps * size // places)
 
 
@@ -219,15 +211,7 @@ def renumbered(plan: Plan, places: int) -> Renumbering | None:
 
 
 def simulate_symmetric(
-    algorithm: str,
-    size: int,
-    size_bytes: float,
-    bandwidth: float,
-    latency: float = 0.0,
-    *,
-    step_seconds: float = 0.0,
-    slice_bytes: float | None = None,
-    window: int = WINDOW,
+    algorithm: str, size: int, size_bytes: float, bandwidth: float, latency: float = 0.0
 ) -> Simulated:
     """`simulate` an all_reduce of `size` ranks on one switch (`network.switch`) by the steps of rank 0 alone.
 
@@ -251,10 +235,8 @@ def simulate_symmetric(
     symmetry = SYMMETRIC["all_reduce"][algorithm]
     plan = Plan(algorithm, "all_reduce", size, symmetry.channels(size))  # with one program a channel
     route = Route(((0, 1.0), (1, 1.0)), latency)
-    capacity = (bandwidth, bandwidth)
-    graph = compile_round(plan, lambda *_: route, capacity, lambda _, target: (symmetry.opposite(target, size), 0))
-    one = _Simulation(plan, graph, capacity, step_seconds, window).run(size_bytes, slice_bytes)
-    return replace(one, messages=one.messages * size, steps=one.steps * size)
+    network = Network(("out", "in"), (bandwidth, bandwidth), lambda *_: route)
+    return simulate_first(plan, network, size_bytes, LikeGroups(1, (0, 1)), lambda peer: symmetry.opposite(peer, size))
 
 
 _Message = tuple[Way, int, float, float, int]
@@ -271,20 +253,14 @@ class _Simulation:
     plan: Plan
     graph: Graph
     capacity: Sequence[float]
-    step_seconds: float
-    window: int
     searched: int = SEARCHED_STEPS
 
     def run(self, size_bytes: float, slice_bytes: float | None, rounds: int = 1) -> Simulated:
         """See `simulate`."""
         if not 0 <= size_bytes < math.inf:
             raise PlanError(f"size_bytes is {size_bytes}; it must be 0 or more")
-        if not 0 <= self.step_seconds < math.inf:
-            raise PlanError(f"step_seconds is {self.step_seconds}; it must be 0 or more")
         if slice_bytes is not None and not slice_bytes > 0:
             raise PlanError(f"slice_bytes is {slice_bytes}; it must be above 0")
-        if self.window < 1:
-            raise PlanError(f"window is {self.window}; at least 1 round must be in flight")
         chunks = self.chunks(size_bytes)
         if slice_bytes is not None:
             return self.sliced(chunks, slice_bytes)
@@ -314,12 +290,9 @@ class _Simulation:
         return [block * channel.share / total / channel.chunks for channel in self.plan.channels]
 
     def saturates(self, chunks: Sequence[float], whole: Simulated) -> bool:
-        """Whether the busiest link works all the time when chunks are sent whole, but for latencies and steps."""
+        """Whether the busiest link works all the time when chunks are sent whole, but for latencies."""
         enough = max(whole.link_busy_seconds, default=0.0) / SATURATED
-        if whole.seconds <= enough:
-            return True
-        bare = replace(self, step_seconds=0.0)
-        return bare.walk([[chunk] for chunk in chunks], latencies=False) <= enough
+        return whole.seconds <= enough or self.walk([[chunk] for chunk in chunks], latencies=False) <= enough
 
     def sliced(self, chunks: Sequence[float], slice_bytes: float) -> Simulated:
         """In slices of `slice_bytes`, the last of a chunk being what is left."""
@@ -362,16 +335,15 @@ class _Simulation:
     ) -> float:
         """Execute all rounds, given the bytes of each by channel; when the last step has ended.
 
-        The loop takes events in the order of time: that a step can run (its number, ``round * size + step``), that it
-        ends (the complement of its number), or that a message reaches a link, having waited for one before.
+        The loop takes events in the order of time: that a step can run (its number, ``round * size + step``), or that a
+        message reaches a link, having waited for one before.
         """
-        graph, size, rounds, step_seconds = self.graph, len(self.graph.waits), max(map(len, slices)), self.step_seconds
+        graph, size, rounds = self.graph, len(self.graph.waits), max(map(len, slices))
         channel, chained, first, reader, ways = graph.channel, graph.chained, graph.first, graph.reader, graph.way
         depth = slot_depth(self.plan.size)
-        followers = graph.followers(depth, self.window) if rounds > 1 or graph.most_sends > depth else {}
+        followers = graph.followers(depth, WINDOW) if rounds > 1 or graph.most_sends > depth else {}
         waits = _waits(graph.waits, followers, rounds)
         due = [0.0] * len(waits)  # when the last thing has come that a step waits for, as far as is known
-        idle = [0.0] * self.plan.size  # when a rank has done all steps that could run
         events, note = _agenda()
 
         def come(time: float, number: int) -> None:
@@ -392,23 +364,17 @@ class _Simulation:
                 if isinstance(event, tuple):
                     send(event, now)
                     continue
-                if step_seconds > 0 and event >= 0:
-                    rank = graph.rank[event % size]
-                    idle[rank] = max(now, idle[rank]) + step_seconds
-                    note(idle[rank], ~event)
-                    continue
                 ended += 1
-                number = max(event, ~event)
-                at, step = divmod(number, size)
+                at, step = divmod(event, size)
                 lengths = slices[channel[step]]
                 for message in range(first[step], first[step + 1]):
-                    send((ways[message], 0, lengths[at], now, number - step + reader[message]), now)
+                    send((ways[message], 0, lengths[at], now, event - step + reader[message]), now)
                 if chained[step + 1]:
-                    come(now, number + 1)
+                    come(now, event + 1)
                 if followers:
                     for follower, later in followers.get(step, ()):
                         if at + later < len(lengths):
-                            come(now, number - step + follower + later * size)
+                            come(now, event - step + follower + later * size)
         if ended < sum(map(operator.mul, graph.steps, map(len, slices))):
             raise wrong(self.plan, "its ranks wait for one another")
         return now
