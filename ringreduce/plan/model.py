@@ -18,12 +18,13 @@ them with every rank, and every block of gather and scatter, replaced by ``(rank
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ringreduce.common.failures import PlanError
+from ringreduce.common.from_json import load, parsed
 
 CACHE_LINE = 64
 
@@ -90,14 +91,11 @@ class Plan:
     @staticmethod
     def from_json(text: str) -> "Plan":
         """Load what `to_json` wrote.  Keys and types are checked here; whether the plan is right is for `verify`."""
-        try:
-            document = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanError(f"plan: not JSON ({error}); load a file that Plan.to_json wrote") from error
-        except (RecursionError, ValueError):  # Python reads no integers of thousands of digits
-            what = "nested too deeply, or a number has too many digits"
-            raise PlanError(f"plan: {what}; load a file that Plan.to_json wrote") from None
-        return _load_plan(document)
+        plan: Plan = load(Plan, parsed(text, "plan", PlanError), "plan", PlanError, whole=True)
+        if plan.collective not in COLLECTIVES:
+            known = ", ".join(COLLECTIVES)
+            raise PlanError(f"plan.collective is {plan.collective!r}; expected one of {known}")
+        return plan
 
 
 class Layout(NamedTuple):
@@ -182,87 +180,3 @@ def slot_depth(size: int) -> int:
     rank hardly ever waits for a slot that it filled in the same round.  What each needs at least, its file says.
     """
     return max(8, 1 << (2 * size - 1).bit_length())
-
-
-# Loading.  Every reader takes the value and the path to it, and returns the value with its type proved.
-
-
-def _load_plan(value: Any) -> Plan:
-    fields = _object(value, ("name", "collective", "size", "channels"), "plan")
-    return Plan(
-        name=_text(fields["name"], "plan.name"),
-        collective=_choice(fields["collective"], COLLECTIVES, "plan.collective"),
-        size=_integer(fields["size"], "plan.size"),
-        channels=_each(fields["channels"], "plan.channels", _load_channel),
-    )
-
-
-def _load_channel(value: Any, where: str) -> Channel:
-    fields = _object(value, ("share", "chunks", "programs"), where)
-    return Channel(
-        share=_integer(fields["share"], f"{where}.share"),
-        chunks=_integer(fields["chunks"], f"{where}.chunks"),
-        programs=_each(fields["programs"], f"{where}.programs", _load_program),
-    )
-
-
-def _load_program(value: Any, where: str) -> Program:
-    return _each(value, where, _load_step)
-
-
-def _load_step(value: Any, where: str) -> Step:
-    fields = _object(value, ("chunk", "read", "recv", "write", "send"), where)
-    return Step(
-        chunk=_integer(fields["chunk"], f"{where}.chunk"),
-        read=Read(_choice(fields["read"], tuple(read.value for read in Read), f"{where}.read")),
-        recv=_each(fields["recv"], f"{where}.recv", _integer),
-        write=_boolean(fields["write"], f"{where}.write"),
-        send=_each(fields["send"], f"{where}.send", _integer),
-    )
-
-
-def _object(value: Any, keys: Sequence[str], where: str) -> dict[str, Any]:
-    expected = f"an object with the keys {', '.join(keys)}"
-    if not isinstance(value, dict):
-        raise _wrong(value, where, expected)
-    for key in keys:
-        if key not in value:
-            raise PlanError(f"{where}.{key} is missing; expected {expected}")
-    for key in value:
-        if key not in keys:
-            raise PlanError(f"{where}.{key} is unknown (value {value[key]!r}); remove it: expected {expected}")
-    return value
-
-
-def _each(value: Any, where: str, load: Callable[[Any, str], Any]) -> tuple[Any, ...]:
-    if not isinstance(value, list):
-        raise _wrong(value, where, "a list")
-    return tuple(load(item, f"{where}[{index}]") for index, item in enumerate(value))
-
-
-def _integer(value: Any, where: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise _wrong(value, where, "an integer")
-    return value
-
-
-def _boolean(value: Any, where: str) -> bool:
-    if not isinstance(value, bool):
-        raise _wrong(value, where, "true or false")
-    return value
-
-
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise _wrong(value, where, "a string")
-    return value
-
-
-def _choice(value: Any, choices: Sequence[str], where: str) -> str:
-    if value not in choices:
-        raise _wrong(value, where, f"one of {', '.join(choices)}")
-    return str(value)
-
-
-def _wrong(value: Any, where: str, expected: str) -> PlanError:
-    return PlanError(f"{where} is {value!r}; expected {expected}")

@@ -17,10 +17,11 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from ringreduce.common import from_json
 from ringreduce.common.failures import TopologyError
 from ringreduce.common.files import content_of, json_of
 from ringreduce.topology.graph import LinkKind, NodeKind
@@ -235,7 +236,6 @@ def to_json(table: Table) -> str:
 
 def load(path: str | Path) -> Table:
     """The table that a file has, on top of `FABRICS`.  Raises TopologyError that says what is wrong with it."""
-    known = {field.name: field.type for field in fields(Fabric)}
     try:
         document = json_of(content_of(path))
     except (OSError, ValueError) as error:
@@ -248,15 +248,11 @@ def load(path: str | Path) -> Table:
         where = f"{path}: {name!r}"
         if name not in KNOWN:
             raise TopologyError(f"{where} is no fabric that a plan can have; those are {', '.join(sorted(KNOWN))}")
-        if (
-            not isinstance(figures, dict)
-            or not {"efficiency", "base", "fill", "half"} <= figures.keys() <= known.keys()
-        ):
-            raise TopologyError(f"{where} is {figures!r:.60}; expected efficiency, base, fill and half")
+        fabric: Fabric = from_json.load(Fabric, figures, where, TopologyError)
         for key, figure in figures.items():
-            if key != "source" and not (isinstance(figure, int | float) and 0 <= figure < 1e15):
+            if key != "source" and not 0 <= figure < 1e15:
                 raise TopologyError(f"{where}: {key} is {figure!r:.40}; it must be a number of at least 0")
-        if not 0 < figures["efficiency"] <= 10:
-            raise TopologyError(f"{where}: efficiency is {figures['efficiency']}; it must be above 0, at most 10")
-        table[str(name)] = Fabric(**figures)
+        if not 0 < fabric.efficiency <= 10:
+            raise TopologyError(f"{where}: efficiency is {fabric.efficiency}; it must be above 0, at most 10")
+        table[str(name)] = fabric
     return table

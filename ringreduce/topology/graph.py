@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from functools import cached_property
-from typing import Any
 
 from ringreduce.common.failures import TopologyError
+from ringreduce.common.from_json import load, parsed
 
 
 class NodeKind(Enum):
@@ -117,7 +117,7 @@ class LinkGraph:
                 raise TopologyError(f"{where} joins a node to itself; leave it out")
             if not 1 / LARGEST <= link.capacity <= LARGEST:
                 limits = f"from {1 / LARGEST:g} to {LARGEST:g}"
-                raise TopologyError(f"{where}: capacity is {link.capacity!r} GB/s; it must be above 0, {limits}")
+                raise TopologyError(f"{where}: capacity is {link.capacity!r:.40} GB/s; it must be above 0, {limits}")
             if link.lanes < 1:
                 raise TopologyError(f"{where}: lanes is {link.lanes!r}; it must be at least 1")
         if twice := _repeated(f"GPU {node.index} of host {node.host}" for node in self.gpus):
@@ -222,26 +222,14 @@ class LinkGraph:
 
         Raises TopologyError that names the line and column, or the path to the value, at fault.
         """
-        try:
-            document = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise TopologyError(f"{where}: line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from None
-        except RecursionError:
-            raise TopologyError(f"{where}: line 1, column 1: nested too deeply for a topology") from None
-        except ValueError:  # Python reads no integers of thousands of digits
-            raise TopologyError(f"{where}: line 1, column 1: a number in it has too many digits") from None
-        fields = _fields(
-            document, where, {"name": str, "nodes": list, "links": list, "assumed": list}, ("nodes", "links")
-        )
-        nodes = _numbered(_load_node(value, f"{where}: nodes[{at}]") for at, value in enumerate(fields["nodes"]))
+        given: _Document = load(_Document, parsed(text, where, TopologyError), f"{where}: graph", TopologyError)
+        nodes = _numbered(given.nodes)
         cpus = {node.name for node in nodes if node.kind is NodeKind.CPU}
-        loaded = (_load_link(value, f"{where}: links[{at}]") for at, value in enumerate(fields["links"]))
         links = tuple(
             replace(link, kind=LinkKind.C2C) if link.kind is LinkKind.NVLINK and {link.src, link.dst} & cpus else link
-            for link in loaded
+            for link in given.links
         )
-        assumed = tuple(map(str, fields.get("assumed", ())))
-        return LinkGraph(fields.get("name", where), nodes, links, assumed)
+        return LinkGraph(given.name or where, nodes, links, given.assumed)
 
 
 def off_the_fabric(graph: LinkGraph) -> tuple[str, ...]:
@@ -293,47 +281,21 @@ def _numbered(nodes: Iterable[Node]) -> tuple[Node, ...]:
     for node in nodes:
         taken = {other.index for other in numbered if (other.kind, other.host) == (node.kind, node.host)}
         free = next(at for at in range(len(taken) + 1) if at not in taken)
-        numbered.append(replace(node, index=free) if node.index == UNNUMBERED else node)
+        fields = vars(node) | ({"index": free} if node.index == UNNUMBERED else {})
+        numbered.append(Node(**fields))
     return tuple(numbered)
 
 
-def _load_node(value: Any, where: str) -> Node:
-    kinds: dict[str, type] = {"name": str, "kind": str, "index": int, "host": int, "numa": int, "detail": str}
-    kinds |= {"peer_access": bool, "reduces": bool}
-    fields = _fields(value, where, kinds, ("name", "kind"))
-    return Node(**{"index": UNNUMBERED, **fields, "kind": _kind(NodeKind, fields["kind"], f"{where}.kind")})
+@dataclass(frozen=True)
+class _GivenNode(Node):
+    index: int = UNNUMBERED
 
 
-def _load_link(value: Any, where: str) -> Link:
-    kinds = {"src": str, "dst": str, "kind": str, "capacity": float, "lanes": int, "source": str}
-    fields = _fields(value, where, kinds, ("src", "dst", "kind", "capacity"))
-    return Link(**{**fields, "kind": _kind(LinkKind, fields["kind"], f"{where}.kind")})
+@dataclass(frozen=True)
+class _Document:
+    """A graph as JSON has it."""
 
-
-def _fields(value: Any, where: str, kinds: Mapping[str, type], needed: Sequence[str]) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise TopologyError(f"{where} is {value!r:.60}; expected an object with {', '.join(kinds)}")
-    for key in needed:
-        if key not in value:
-            raise TopologyError(f"{where} has no {key!r}; it must have {', '.join(needed)}")
-    loaded: dict[str, Any] = {}
-    for key, item in value.items():
-        kind = kinds.get(key)
-        if kind is None:
-            raise TopologyError(f"{where}.{key} is unknown; known are {', '.join(kinds)}")
-        if key == "numa" and item is None:
-            continue
-        number: bool = kind is float and isinstance(item, int)
-        if not (number or isinstance(item, kind)) or isinstance(item, bool) != (kind is bool):
-            raise TopologyError(f"{where}.{key} is {item!r:.60}; expected a value of type {kind.__name__}")
-        if number and abs(item) > LARGEST:
-            raise TopologyError(f"{where}.{key} has {len(str(item))} digits; expected at most {LARGEST:g}")
-        loaded[key] = item
-    return loaded
-
-
-def _kind(kinds: type[NodeKind] | type[LinkKind], text: str, where: str) -> Any:
-    for kind in kinds:
-        if kind.value == text:
-            return kind
-    raise TopologyError(f"{where} is {text!r}; expected one of {', '.join(kind.value for kind in kinds)}")
+    nodes: tuple[_GivenNode, ...]
+    links: tuple[Link, ...]
+    name: str = ""
+    assumed: tuple[str, ...] = ()

@@ -202,7 +202,7 @@ def test_logs_that_do_not_fit_are_refused(tmp_path: Path, capsys: pytest.Capture
         ("[]", "expected an object"),
         ("{}", "expected an object"),
         ('{"NVLink 9": {}}', "'NVLink 9' is no fabric that a plan can have; those are .*NVLink 3, NVLS"),
-        ('{"NVLink 3": {"base": 1}}', "expected efficiency, base, fill and half"),
+        ('{"NVLink 3": {"base": 1}}', "'NVLink 3'.efficiency is missing"),
         ('{"NVLink 3": {"efficiency": 0, "base": 1, "fill": 0, "half": 1}}', "efficiency is 0; it must be above 0"),
         ('{"NVLink 3": {"efficiency": 1, "base": -1, "fill": 0, "half": 1}}', "base is -1; it must be a number"),
     ],
