@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Iterable
 from dataclasses import fields
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -167,7 +166,7 @@ class CommandLine(Generated):
         commands = argparse.ArgumentParser(prog="ringreduce").add_subparsers(parser_class=cli.Parser)
         lines: list[str] = []
         for name, summary in cli.COMMANDS.items():
-            import_module(f"ringreduce.cli.{name}").add(commands, summary)
+            cli.add_command(commands, name)
             help = commands.choices[name].format_help()
             lines += [f"({name})=", f"**ringreduce {name}**: {summary}", "", "```text", *help.splitlines(), "```", ""]
         return self.markdown(lines)

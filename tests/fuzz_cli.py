@@ -185,7 +185,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
 
     commands = cli.Parser(prog="ringreduce").add_subparsers()
     for name in cli.COMMANDS:
-        import_module(f"ringreduce.cli.{name}").add(commands, "")
+        cli.add_command(commands, name)
     return dict(commands.choices)
 
 

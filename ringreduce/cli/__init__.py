@@ -1,4 +1,4 @@
-"""The command `ringreduce`: one module a command, each with `add` (its arguments and help) and `run`.
+"""The command `ringreduce`: one module a command, each with `add` (its help and arguments) and `run`.
 
 Only the module of the command that is given is imported, so that others' libraries cost no time and need not be there.
 
@@ -21,6 +21,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -155,7 +156,7 @@ def _command(words: Sequence[str]) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, summary in COMMANDS.items():
         if name in words:
-            import_module(f"ringreduce.cli.{name}").add(commands, summary)
+            add_command(commands, name)
         else:
             commands.add_parser(name, help=summary)
     given, unknown = parser.parse_known_args(words)
@@ -167,6 +168,13 @@ def _command(words: Sequence[str]) -> int:
         return 2
     code: int = given.run(given)
     return code
+
+
+def add_command(commands: Any, name: str) -> None:
+    """Adds the parser of a command to the others' (`ArgumentParser.add_subparsers`)."""
+    module = import_module(f"ringreduce.cli.{name}")
+    module.add(partial(commands.add_parser, name, help=COMMANDS[name], formatter_class=Help))
+    commands.choices[name].set_defaults(run=module.run)
 
 
 def _failed(message: str) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringreduce.cli import arguments as read
-from ringreduce.cli.terminal import Help, console, gigabytes, put, say
+from ringreduce.cli.terminal import console, gigabytes, put, say
 from ringreduce.common.failures import TopologyError
 from ringreduce.common.files import content_of, encoding_of, write_file
 from ringreduce.common.units import bytes_text, time_text
@@ -26,25 +26,21 @@ HOW_TO = "save all that a program such as all_reduce_perf prints"
 _PROGRAM = re.compile(r"\b([a-z_]+)_perf\b")
 
 
-def add(commands: Any, summary: str) -> None:
-    parser = commands.add_parser(
-        "calibrate",
+def add(command: Any) -> None:
+    parser = command(
         usage="%(prog)s LOG [FILE] [options]",
-        help=summary,
         description="Fits what to expect of a machine's links to a log of nccl-tests or rccl-tests on it: the share of "
         "the line rate that large tensors get, and the time that small ones take. `plan` and `simulate` use the result "
         "with --calibration.",
         epilog="examples:\n"
         "  ringreduce calibrate all_reduce.log dgx-a100 --save a100.json\n"
         "  ringreduce plan dgx-a100 --calibration a100.json",
-        formatter_class=Help,
     )
     parser.add_argument("log", metavar="LOG", type=Path, help="what nccl-tests or rccl-tests printed")
     read.add_machine(parser, nargs="?")
     known = "all_reduce, allgather, ... (default: the program that the log names)"
     parser.add_argument("--collective", type=read.collective, metavar="NAME", help=known)
     parser.add_argument("--save", type=Path, metavar="OUT.json", help="keep it in this file (default: print it)")
-    parser.set_defaults(run=run)
 
 
 class Log(NamedTuple):

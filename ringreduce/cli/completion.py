@@ -8,10 +8,9 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from importlib import import_module
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ringreduce.cli.terminal import Help, put
+from ringreduce.cli.terminal import put
 
 
 class _Option(NamedTuple):
@@ -27,20 +26,16 @@ Commands = dict[str, tuple[str, list[_Option], tuple[str, ...]]]
 """By name: what it does, its options, and the words that it takes without an option, if they are listed."""
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser], summary: str) -> None:
-    parser = commands.add_parser(
-        "completion",
-        help=summary,
+def add(command: Any) -> None:
+    parser = command(
         description="Prints what makes a shell complete ringreduce's commands and options. Let the shell read it at "
         "its start.",
         epilog="examples:\n"
         '  eval "$(ringreduce completion bash)"              in ~/.bashrc\n'
         "  source <(ringreduce completion zsh)               in ~/.zshrc, after compinit\n"
         "  ringreduce completion fish > ~/.config/fish/completions/ringreduce.fish",
-        formatter_class=Help,
     )
     parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help=" or ".join(SHELLS))
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -49,13 +44,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _commands() -> Commands:
-    from ringreduce.cli import COMMANDS, Parser
+    from ringreduce.cli import COMMANDS, Parser, add_command
     from ringreduce.topology.presets import PRESETS
 
     found: Commands = {}
     parsers = Parser().add_subparsers()
     for name, summary in COMMANDS.items():
-        import_module(f"ringreduce.cli.{name}").add(parsers, summary)
+        add_command(parsers, name)
         options: list[_Option] = []
         words: list[str] = []
         for action in parsers.choices[name]._actions:

@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ringreduce.cli.arguments import seconds
-from ringreduce.cli.terminal import Help, console, put, say, table
+from ringreduce.cli.terminal import console, put, say, table
 from ringreduce.common import compiled
 from ringreduce.common.bounded import bounded
 from ringreduce.common.failures import InvalidArgument, SystemFailure
@@ -31,10 +31,8 @@ MOST_COLUMNS = 16
 MOST_RANKS = 1_000_000
 
 
-def add(commands: Any, summary: str) -> None:
-    parser = commands.add_parser(
-        "doctor",
-        help=summary,
+def add(command: Any) -> None:
+    parser = command(
         description="Looks at what ringreduce needs and could use here: torch, a compiler, shared memory, GPUs and "
         "their links, NCCL, the network, limits. Says why each matters and what to do where something is missing. "
         "With --peers, run by a launcher on every rank of a job: which hosts reach each other, how long a small "
@@ -42,7 +40,6 @@ def add(commands: Any, summary: str) -> None:
         "missing, or if two hosts cannot connect.",
         epilog="examples:\n  ringreduce doctor\n  torchrun --nnodes 2 ... -m ringreduce doctor --peers\n"
         "  torchrun --nnodes 4 ... -m ringreduce doctor --peers --write hosts.json",
-        formatter_class=Help,
     )
     parser.add_argument("--peers", action="store_true", help="probe the network between the hosts of this job")
     parser.add_argument("--timeout", type=seconds, default=10.0, metavar="SECONDS",
@@ -50,7 +47,6 @@ def add(commands: Any, summary: str) -> None:
     parser.add_argument("--write", metavar="FILE",
                         help="with --peers: where rank 0 writes what groups read by RINGREDUCE_HOSTS_FILE")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print what was found as JSON")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

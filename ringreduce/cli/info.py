@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import ringreduce
 from ringreduce import plan, tuning
-from ringreduce.cli.terminal import Help, console, put, say, table
+from ringreduce.cli.terminal import console, put, say, table
 from ringreduce.common import compiled
 from ringreduce.common.cores import crowded, own_cores
 from ringreduce.common.failures import SystemFailure
@@ -35,20 +35,16 @@ RANKS_SHOWN = (2, 4, 8, 16)
 _size = partial(bytes_text, base=1024)
 
 
-def add(commands: Any, summary: str) -> None:
-    parser = commands.add_parser(
-        "info",
-        help=summary,
+def add(command: Any) -> None:
+    parser = command(
         description="Versions, every knob with its origin, and what groups of CPU ranks run for which size, as probed "
         "and tuned on this machine. K, M and G in its tables are powers of 1024.",
         epilog="example:\n  ringreduce info --ranks 2 8",
-        formatter_class=Help,
     )
     parser.add_argument(
         "--ranks", type=group_size, nargs="+", default=RANKS_SHOWN, help="group sizes (default: 2 4 8 16)"
     )
     parser.add_argument("--json", action="store_true", help="versions, options and what was probed, as JSON")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from ringreduce.cli.terminal import Help, complain
+from ringreduce.cli.terminal import complain
 
 LIFE = "RINGREDUCE_LIFE"
 """The environment variable that tells a rank how often it was started before."""
@@ -26,10 +26,8 @@ _LONGEST = 1e6
 """Seconds."""
 
 
-def add(commands: Any, summary: str) -> None:
-    parser = commands.add_parser(
-        "keep",
-        help=summary,
+def add(command: Any) -> None:
+    parser = command(
         description="Runs one rank of a training that uses ringreduce.elastic. If a signal kills the rank, `keep` runs "
         "the command again, and the new process joins the training again. The launcher does not notice, so it does not "
         f"end the other ranks of the host. The variable {LIFE} tells the command how often it was run before. "
@@ -38,14 +36,12 @@ def add(commands: Any, summary: str) -> None:
         epilog="examples:\n"
         "  ringreduce keep --errors python train.py\n"
         "  torchrun --nproc-per-node=8 --no-python ringreduce keep --errors python train.py",
-        formatter_class=Help,
     )
     parser.add_argument("--again", type=int, default=3, metavar="N",
                         help="run it again at most N times, then exit as its last run did (default: 3)")  # fmt: skip
     parser.add_argument("--errors", action="store_true",
                         help="also run the command again when its exit code is not 0")  # fmt: skip
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="COMMAND", help="the command with its arguments")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringreduce.cli import arguments as read
-from ringreduce.cli.terminal import Help, bar, console, gigabytes, progress_console, put, say, table
+from ringreduce.cli.terminal import bar, console, gigabytes, progress_console, put, say, table
 from ringreduce.cli.topo import ring_lines, show_assumed
 from ringreduce.common.failures import InvalidArgument
 from ringreduce.common.files import write_file
@@ -28,11 +28,9 @@ MOST_LINKS = 48
 """Links that the table shows; of more, as many of the busiest."""
 
 
-def add(commands: Any, summary: str) -> None:
-    parser = commands.add_parser(
-        "plan",
+def add(command: Any) -> None:
+    parser = command(
         usage="%(prog)s FILE [options]",
-        help=summary,
         description="Plans a collective over a machine's links: which rings or trees, how fast of what is possible at "
         "most and why, and what each link carries. GPUs are ranks in the order given.",
         epilog="examples:\n"
@@ -40,7 +38,6 @@ def add(commands: Any, summary: str) -> None:
         "  ringreduce plan topo.txt --nvlink-gbps 18 --plot rings.png --plot-links links.png\n"
         "  ringreduce plan dgx1-v100 --size 1MB --html plan.html\n"
         "  ringreduce plan machine.json --json | jq .time_s",
-        formatter_class=Help,
     )
     read.add_machine(parser)
     read.add_call(parser, "auto (default: the fastest), rings, trees, ring, ...")
@@ -49,7 +46,6 @@ def add(commands: Any, summary: str) -> None:
     parser.add_argument("--plot", type=read.picture, metavar="FILE.png", help="draw the machine and its rings or trees")
     parser.add_argument("--plot-links", type=read.picture, metavar="FILE.png", help="draw what each link carries")
     parser.add_argument("--html", type=read.page, metavar="FILE.html", help="a page that plays the plan in a browser")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 
 from ringreduce.cli.arguments import size_bytes
-from ringreduce.cli.terminal import Help, console
+from ringreduce.cli.terminal import console
 from ringreduce.common import compiled
 from ringreduce.common.bounded import bounded
 from ringreduce.common.failures import CollectiveTimeout, InvalidArgument, RingReduceError, SystemFailure
@@ -40,10 +40,8 @@ LAUNCHERS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
 """The variables with a process's number and how many there are: of torchrun, of srun."""
 
 
-def add(commands: Any, summary: str) -> None:
-    parser = commands.add_parser(
-        "serve",
-        help=summary,
+def add(command: Any) -> None:
+    parser = command(
         description="Serves tensors by name to workers that call ringreduce.parameter_server.join(store, "
         'role="worker"), where store is torch.distributed.TCPStore(HOST, PORT). Servers and workers may be started in '
         "any order. Ends when workers have come and all have left.",
@@ -51,7 +49,6 @@ def add(commands: Any, summary: str) -> None:
         "  ringreduce serve --store node0:29600 --memory 32G\n"
         "  torchrun --nproc-per-node 2 --no-python ringreduce serve --store node0:29600\n"
         "  srun -n 4 ringreduce serve --store node0:29600 --forever",
-        formatter_class=Help,
     )
     parser.add_argument("--store", required=True, metavar="HOST:PORT", help="of the store; server 0 makes it")
     parser.add_argument("--existing-store", action="store_true", help="the store is there: server 0 makes none")
@@ -77,7 +74,6 @@ def add(commands: Any, summary: str) -> None:
     parser.add_argument("--keep", type=int, default=2, help="how many snapshots of this run to keep (default: 2)")
     parser.add_argument("--status", action="store_true", help="serve nothing; print what the servers do and wait for")
     parser.add_argument("--forever", action="store_true", help="go on serving when all workers have left")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from ringreduce.cli import arguments as read
-from ringreduce.cli.terminal import Help, console, progress, progress_console, put, say, table
+from ringreduce.cli.terminal import console, progress, progress_console, put, say, table
 from ringreduce.cli.topo import show_assumed
 from ringreduce.common.failures import PlanError, TopologyError
 from ringreduce.common.units import bytes_text, time_text
@@ -41,18 +41,15 @@ LATENCY_US = LATENCY[LinkKind.NETWORK] * 1e6
 """Of ranks on a switch, as on a network: without any, algorithms of many steps would seem as good as others."""
 
 
-def add(commands: Any, summary: str) -> None:
-    parser = commands.add_parser(
-        "simulate",
+def add(command: Any) -> None:
+    parser = command(
         usage="%(prog)s (FILE | --ranks N --link-gbps X) [options]",
-        help=summary,
         description="Simulates a collective step by step, with latencies, slices and shared links: how long each "
         "algorithm takes on a machine, or on one switch.",
         epilog="examples:\n"
         "  ringreduce simulate dgx1-v100 --size 160MB --plot time.png\n"
         "  ringreduce simulate --ranks 64 --link-gbps 12.5 --latency-us 5 --over ranks\n"
         "  ringreduce simulate --ranks 64 --link-gbps 12.5 --parameter-server 64,8",
-        formatter_class=Help,
     )
     read.add_machine(parser, nargs="?")
     ideal = parser.add_argument_group("instead of FILE, ranks that are joined by one switch")
@@ -66,7 +63,7 @@ def add(commands: Any, summary: str) -> None:
     parser.add_argument("--over", choices=("size", "ranks"), default="size", help="what to vary (default: size)")
     parser.add_argument("--json", action="store_true", help="the times as JSON")
     parser.add_argument("--plot", type=read.picture, metavar="FILE.png", help="draw the times as curves")
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(parser=parser)
 
 
 class _Point(NamedTuple):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringreduce.cli.arguments import seconds
-from ringreduce.cli.terminal import Help, console, printable, put, say, table
+from ringreduce.cli.terminal import console, printable, put, say, table
 from ringreduce.common import compiled
 from ringreduce.common.failures import InvalidArgument, SystemFailure
 from ringreduce.common.ranks import numbers
@@ -62,21 +62,17 @@ class Group(NamedTuple):
     ranks: list[Rank]
 
 
-def add(commands: Any, summary: str) -> None:
-    parser = commands.add_parser(
-        "top",
-        help=summary,
+def add(command: Any) -> None:
+    parser = command(
         description="Shows the groups of this host that this user may see: of which job they are, what each rank does, "
         "since when, and which rank the others wait for. It costs the ranks nothing. Bytes are those of a rank's own "
         "block.",
         epilog="examples:\n  ringreduce top\n  ringreduce top --once --json",
-        formatter_class=Help,
     )
     parser.add_argument("--interval", type=seconds, default=1.0, help="seconds between two looks (default: 1)")
     parser.add_argument("--once", action="store_true", help="look twice, print, and end")
     parser.add_argument("--json", action="store_true", help="print each look as a line of JSON")
     parser.add_argument("--prometheus", action="store_true", help="print once, in the text format of Prometheus")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringreduce.cli import arguments as read
-from ringreduce.cli.terminal import Help, console, gigabytes, progress_console, put, say, table
+from ringreduce.cli.terminal import console, gigabytes, progress_console, put, say, table
 from ringreduce.common.failures import PlanError, RingReduceError
 from ringreduce.topology.clusters import hosts_by_kind, of_hosts
 from ringreduce.topology.draw.style import rank_label
@@ -49,11 +49,9 @@ class Joined(NamedTuple):
         return f"{self.kind}{self.lanes}" if self.lanes else self.kind
 
 
-def add(commands: Any, summary: str) -> None:
-    parser = commands.add_parser(
-        "topo",
+def add(command: Any) -> None:
+    parser = command(
         usage="%(prog)s [FILE] [options]",
-        help=summary,
         description="Shows what joins the GPUs of a machine, how fast that is, and the rings that are planned on it. "
         "Without FILE that is this machine, or what RINGREDUCE_TOPO_FILE describes.",
         epilog="examples:\n"
@@ -61,12 +59,10 @@ def add(commands: Any, summary: str) -> None:
         "  ringreduce topo dgx1-v100 --plot dgx1.png       a preset, and its picture\n"
         "  nvidia-smi topo -m | ringreduce topo - --gpu v100\n"
         "  ringreduce topo --json > machine.json           to read again, here or elsewhere",
-        formatter_class=Help,
     )
     read.add_machine(parser, nargs="?")
     parser.add_argument("--json", action="store_true", help="the graph as JSON, which FILE may be again")
     parser.add_argument("--plot", type=read.picture, metavar="FILE.png", help="draw the machine and its rings")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

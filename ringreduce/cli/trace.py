@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ringreduce.cli.terminal import Help, console, put, say, table
+from ringreduce.cli.terminal import console, put, say, table
 from ringreduce.common.failures import InvalidArgument
 from ringreduce.common.files import content_of, write_file
 from ringreduce.common.ranks import numbers
@@ -83,22 +83,18 @@ ALIKE_OUTPUTS = ("all_gather", "scatter")
 """Collectives whose outputs have the same sizes on all ranks. Inputs have, in the others."""
 
 
-def add(commands: Any, summary: str) -> None:
-    parser = commands.add_parser(
-        "trace",
-        help=summary,
+def add(command: Any) -> None:
+    parser = command(
         description="Reads the flight records of ranks, prints which rank the others waited for and which calls have "
         "not ended, and writes a trace for https://ui.perfetto.dev. A record is what "
         "ringreduce.dump_flight_record(path) writes, and each rank when its group breaks.",
         epilog="example:\n  ringreduce trace fr/rank0 fr/rank1 --save trace.json",
-        formatter_class=Help,
     )
     parser.add_argument(
         "records", metavar="RECORD", nargs="+", type=Path, help="a rank's file; its name ends with the rank"
     )
     parser.add_argument("--save", type=Path, metavar="OUT.json", help="write the trace to this file")
     parser.add_argument("--json", action="store_true", help="print as JSON what is printed otherwise")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ringreduce import plan, tuning
 from ringreduce.cli.arguments import seconds
 from ringreduce.cli.info import group_size
-from ringreduce.cli.terminal import Help, complain, console, progress, put, say, table
+from ringreduce.cli.terminal import complain, console, progress, put, say, table
 from ringreduce.common import compiled
 from ringreduce.common.cores import own_cores
 from ringreduce.common.failures import RingReduceError
@@ -31,14 +31,11 @@ RANKS_TUNED = (2, 4)
 TUNING_SECONDS = 120.0
 
 
-def add(commands: Any, summary: str) -> None:
-    parser = commands.add_parser(
-        "tune",
-        help=summary,
+def add(command: Any) -> None:
+    parser = command(
         description="Runs real groups of CPU ranks on this machine, measures which algorithm is best for which size, "
         "and keeps it for later groups.",
         epilog="example:\n  ringreduce tune --ranks 4 --collectives all_reduce --budget 30",
-        formatter_class=Help,
     )
     parser.add_argument("--ranks", type=group_size, nargs="+", default=RANKS_TUNED, help="group sizes (default: 2 4)")
     parser.add_argument("--collectives", choices=BUILDERS, nargs="+", default=tuple(BUILDERS), metavar="NAME",
@@ -50,7 +47,6 @@ def add(commands: Any, summary: str) -> None:
         help="seconds for measuring (default: 120); starting ranks takes some more",
     )
     parser.add_argument("--json", action="store_true", help="print what was measured as JSON")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

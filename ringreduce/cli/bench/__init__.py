@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringreduce.cli.arguments import seconds
 from ringreduce.cli.info import group_size
-from ringreduce.cli.terminal import Help, console, progress, progress_console, put, say, table
+from ringreduce.cli.terminal import console, progress, progress_console, put, say, table
 from ringreduce.common import compiled
 from ringreduce.common.cores import own_cores
 from ringreduce.common.failures import SystemFailure
@@ -39,16 +39,13 @@ ALL_REDUCE = 0.2
 """The share of the time that all_reduce takes; steps have the rest."""
 
 
-def add(commands: Any, summary: str) -> None:
-    parser = commands.add_parser(
-        "bench",
-        help=summary,
+def add(command: Any) -> None:
+    parser = command(
         description="Does ringreduce pay here? Runs Gloo, ringreduce, and MPI if mpi4py is installed, in turns: "
         "all_reduce, then training steps of a convolutional net and a transformer, and tensor-parallel decoding. "
         "Prints how fast each was, and whether a step is faster by more than noise. Results are checked. Exits with 1 "
         "if a library failed or its results were wrong.",
         epilog="examples:\n  ringreduce bench\n  ringreduce bench --ranks 2 4 --seconds 300",
-        formatter_class=Help,
     )
     parser.add_argument("--ranks", type=group_size, nargs="+",
                         help="group sizes (default: 2, and up to 8 on as many cores)")  # fmt: skip
@@ -56,7 +53,6 @@ def add(commands: Any, summary: str) -> None:
                         help="about how long to take, but for the start of ranks and the first 3 rounds "
                              f"(default: {SECONDS:g})")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print what was measured as JSON")
-    parser.set_defaults(run=run)
 
 
 def cases() -> list[Case]:
