@@ -195,7 +195,7 @@ def draw(found: dict[str, list[Subset]], path: Path, collective: str) -> None:
     from ringreduce.topology.draw.style import GREY, PALETTE, sheet
 
     what = f"{collective} on every subset: our plan's bandwidth over that of NCCL's rule, at line rate"
-    figure = sheet((9, 5.4), "Where it pays", what)
+    figure = sheet("Where it pays", what, (9, 5.4))
     axes = figure.add_axes((0.08, 0.12, 0.88, 0.7))
     for at, (name, subsets) in enumerate(found.items()):
         for size in sorted({len(each.gpus) for each in subsets}):

@@ -68,8 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _peers(arguments: argparse.Namespace) -> int:
-    if missing := compiled.why_not():
-        raise SystemFailure(f"no ranks can be run here: {missing}")
+    compiled.require("no ranks can be run here")
     from torch._C._distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 

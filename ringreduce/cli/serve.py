@@ -17,7 +17,7 @@ from importlib import import_module
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 
-from ringreduce.cli.arguments import size_bytes
+from ringreduce.cli.arguments import count, seconds, size_bytes
 from ringreduce.cli.terminal import console
 from ringreduce.common import compiled
 from ringreduce.common.bounded import bounded
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 _LOOK = 0.1
 """Seconds between looks for snapshots that were asked for."""
-_LONGEST = 10_000_000
-"""Seconds."""
 _QUIET = 5.0
 """Seconds after which a wait says what it waits for."""
 LAUNCHERS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
@@ -68,35 +66,26 @@ def add(command: Any) -> None:
     )
     parser.add_argument("--functions", nargs="+", default=[], metavar="MODULE:NAME",
                         help="update functions that workers may name")  # fmt: skip
-    parser.add_argument("--timeout", type=float, help="seconds to wait for servers (300; --status: 10)")
+    parser.add_argument("--timeout", type=seconds, help="seconds to wait for servers (300; --status: 10)")
     parser.add_argument("--snapshots", metavar="FOLDER", help="write a snapshot there before the end, on SIGTERM too")
-    parser.add_argument("--every", type=float, metavar="SECONDS", help="also write one so often; needs --snapshots")
-    parser.add_argument("--keep", type=int, default=2, help="how many snapshots of this run to keep (default: 2)")
+    parser.add_argument("--every", type=seconds, metavar="SECONDS", help="also write one so often; needs --snapshots")
+    parser.add_argument("--keep", type=count, default=2, help="how many snapshots of this run to keep (default: 2)")
     parser.add_argument("--status", action="store_true", help="serve nothing; print what the servers do and wait for")
     parser.add_argument("--forever", action="store_true", help="go on serving when all workers have left")
 
 
 def run(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # errors say the same without traces of C++
-    if missing := compiled.why_not():
-        raise RingReduceError(f"no server can be run here: {missing}")
+    compiled.require("no server can be run here")
     import ringreduce.parameter_server as ps
 
     host, port = _address(arguments.store)
     if _is_loopback(host):  # all are on this host, so nothing has to be reached from others
         os.environ.setdefault("RINGREDUCE_SOCKET_IFNAME", "=lo")
-    if arguments.every is not None and not arguments.every > 0:
-        raise InvalidArgument(f"--every is {arguments.every}; it must be a number of seconds above 0")
     if arguments.every is not None and arguments.snapshots is None:
         raise InvalidArgument(f"--every {arguments.every:g} has no folder to write to; add --snapshots FOLDER")
     if arguments.timeout is None:
         arguments.timeout = 10.0 if arguments.status else 300.0
-    if not 0 < arguments.timeout <= _LONGEST:
-        raise InvalidArgument(
-            f"--timeout is {arguments.timeout}; it must be seconds, more than 0 and at most {_LONGEST}"
-        )
-    if arguments.keep < 1:
-        raise InvalidArgument(f"--keep is {arguments.keep}; it must be 1 or more")
     if arguments.status:
         return _status(host, port, arguments)
     if arguments.join:
@@ -316,8 +305,8 @@ def _status(host: str, port: int, arguments: argparse.Namespace) -> int:
 def _described(name: str, before: dict[str, Any] | None, now: dict[str, Any] | None) -> list[str]:
     if before is None or now is None:
         return [f"{name}: has ended"]
-    seconds = max(1e-3, now["seconds"] - before["seconds"])
-    rates = {key: (now[key] - before[key]) / seconds for key in ("bytes", "updates", "requests")}
+    passed = max(1e-3, now["seconds"] - before["seconds"])
+    rates = {key: (now[key] - before[key]) / passed for key in ("bytes", "updates", "requests")}
     pushed = bytes_text(int(rates["bytes"]))
     memory = f"{bytes_text(now['memory'])} of {bytes_text(now['capacity'])}"
     lines = [

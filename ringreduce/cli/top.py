@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ringreduce.cli.arguments import seconds
 from ringreduce.cli.terminal import console, printable, put, say, table
 from ringreduce.common import compiled
-from ringreduce.common.failures import InvalidArgument, SystemFailure
+from ringreduce.common.failures import InvalidArgument
 from ringreduce.common.ranks import numbers
 from ringreduce.common.units import bytes_text, time_text
 
@@ -76,8 +76,7 @@ def add(command: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if missing := compiled.why_not():
-        raise SystemFailure(f"groups cannot be looked at here: {missing}")
+    compiled.require("groups cannot be looked at here")
     once = arguments.once or arguments.prometheus
     watch = Watch()
     watch.look()

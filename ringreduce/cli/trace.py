@@ -180,7 +180,9 @@ def _call(rank: int, entry: dict[str, Any], group: Group, ranks: list[int]) -> C
     begun = _seconds(entry["time_discovered_started_ns"] or entry["time_created_ns"])
     done = entry["state"] == "completed" and bool(entry["time_discovered_completed_ns"])
     name = str(entry["profiling_name"]).partition(":")[2]
-    inputs, outputs = (_elements(entry[f"{side}_sizes"]) for side in ("input", "output"))
+    inputs, outputs = (
+        [math.prod(_integers(shape)) for shape in entry[f"{side}_sizes"]] for side in ("input", "output")
+    )
     blocks = None
     if name == "all_to_all":
         split = _integers(entry.get("splits", ()))
@@ -210,10 +212,6 @@ def _call(rank: int, entry: dict[str, Any], group: Group, ranks: list[int]) -> C
             "queued_us": round((begun - _seconds(entry["time_created_ns"])) * 1e6, 3),
         },
     )
-
-
-def _elements(shapes: Iterable[Iterable[Any]]) -> list[int]:
-    return [math.prod(_integers(shape)) for shape in shapes]
 
 
 def _blocks(elements: list[int], ranks: int) -> list[int]:

@@ -62,8 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _tune(
     console: Console, options: Options, ranks: list[int], collectives: list[str], budget: float, as_json: bool
 ) -> int:
-    if missing := compiled.why_not():
-        raise RingReduceError(f"no ranks can be run here: {missing}")
+    compiled.require("no ranks can be run here")
     from ringreduce.cli import measure
 
     if options.tuning == "off":

@@ -10,6 +10,8 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
+from ringreduce.common.failures import SystemFailure
+
 PACKAGE = Path(__file__).resolve().parents[1]
 
 STEM = "_C_torch"
@@ -57,6 +59,12 @@ def why_not() -> str:
     except ImportError as error:
         return str(error)
     return ""
+
+
+def require(what: str) -> None:
+    """Raises `SystemFailure` that says `what` cannot be done here, and why, if the compiled module cannot be used."""
+    if missing := why_not():
+        raise SystemFailure(f"{what}: {missing}")
 
 
 def _no_file(torch_version: str) -> str:

@@ -66,11 +66,6 @@ class Etcd(Values):
             for answer in self._ask("txn", {"success": ranges[some : some + MOST]})["responses"]
         )
 
-    def names(self) -> list[str]:
-        begin, after = self._name(""), _text(f"{self._prefix}0")  # "0" is the character after "/"
-        answer = self._ask("range", {"key": begin, "range_end": after, "keys_only": True})
-        return [base64.b64decode(each["key"]).decode()[len(self._prefix) + 1 :] for each in answer.get("kvs", ())]
-
     def set(self, key: str, value: str | bytes) -> None:
         self._ask("put", {"key": self._name(key), "value": _text(value)})
 

@@ -78,11 +78,6 @@ class Ledger(Values):
             self._read_on()
             return self._values.get(key)
 
-    def names(self) -> list[str]:
-        with self._lock:
-            self._read_on()
-            return list(self._values)
-
     def append(self, key: str, text: str) -> str:
         return (self.change(key, lambda _: text.encode(), APPENDS) or b"").decode()
 

@@ -79,9 +79,6 @@ class Values(Directory, Protocol):
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all of the keys have values."""
 
-    def names(self) -> list[str]:
-        """All keys that have a value."""
-
 
 def value_of(store: Any, key: str) -> bytes | None:
     """The value under a key in a store; None: none. One round trip, where `check` and `get` take three."""
@@ -211,9 +208,6 @@ class Bounded(Values):
 
     def append(self, key: str, text: str) -> str:
         return self._ask(lambda: appended(self._store, key, text).decode())
-
-    def names(self) -> list[str]:
-        raise NotImplementedError("a store of torch does not list its keys")
 
     def _ask(self, request: Callable[[], Answer]) -> Answer:
         answers: queue.SimpleQueue[Answer | Exception] = queue.SimpleQueue()

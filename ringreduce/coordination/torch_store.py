@@ -63,9 +63,6 @@ class KeyStore(Store):
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return [self.get(key) for key in keys]
 
-    def num_keys(self) -> int:
-        return sum(key.startswith(self._prefix) for key in self._values.names())
-
     def delete_key(self, key: str) -> bool:
         """Deletes nothing and returns False: a ledger cannot, and nobody needs it."""
         return False

@@ -13,7 +13,6 @@ import ctypes
 import functools
 import glob
 import hashlib
-import importlib.util
 import logging
 import os
 import re
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from ringreduce.common.failures import InvalidArgument, SystemFailure
 from ringreduce.common.files import cache_folder, read_own, replace_file, require_own
+from ringreduce.gpu.nccl import packages_folders
 
 log = logging.getLogger(__name__)
 
@@ -195,13 +195,8 @@ def _nvrtc(why: str) -> Nvrtc:
 
 def _places() -> list[str]:
     """Where libnvrtc may be, best first: NVIDIA's wheels, torch's own, a toolkit's, wherever the loader looks."""
-    folders = []
-    for package, below in (("nvidia", "*/lib"), ("torch", "lib")):
-        spec = importlib.util.find_spec(package)
-        homes = spec.submodule_search_locations if spec else None
-        folders += [folder for home in homes or () for folder in glob.glob(f"{glob.escape(home)}/{below}")]
     homes = [home for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if home]
-    folders += [f"{home}/lib64" for home in homes]
+    folders = [*packages_folders(nvidia="*/lib", torch="lib"), *(f"{home}/lib64" for home in homes)]
     paths = []
     for folder in folders:
         found = glob.glob(f"{glob.escape(folder)}/libnvrtc[.-]*so*")

@@ -6,6 +6,7 @@ import ctypes
 import glob
 import importlib.util
 import operator
+from collections.abc import Iterator
 
 from ringreduce.common.failures import InvalidArgument
 
@@ -17,12 +18,16 @@ def places() -> list[str]:
     """Files that may be NCCL, best first, for the engine to open: those of NVIDIA's wheels, one of which torch for CUDA
     brings, then torch's own. It looks at RINGREDUCE_LIBNCCL and at what the process has loaded before them, and where
     the loader looks after them (csrc/nccl/library.h)."""
-    folders = []
-    for package, below in (("nvidia", "nccl/lib"), ("torch", "lib")):
+    folders = packages_folders(nvidia="nccl/lib", torch="lib")
+    return [path for folder in folders for path in sorted(glob.glob(f"{glob.escape(folder)}/libnccl.so.2"))]
+
+
+def packages_folders(**below: str) -> Iterator[str]:
+    """Of these packages, as far as they are installed: the folders that fit the pattern `below` each."""
+    for package, pattern in below.items():
         spec = importlib.util.find_spec(package)
-        homes = spec.submodule_search_locations if spec else None
-        folders += [f"{glob.escape(home)}/{below}" for home in homes or ()]
-    return [path for folder in folders for path in sorted(glob.glob(f"{folder}/libnccl.so.2"))]
+        for home in (spec and spec.submodule_search_locations) or ():
+            yield from glob.glob(f"{glob.escape(home)}/{pattern}")
 
 
 def handle_of(communicator: object) -> int:

@@ -58,10 +58,6 @@ class Cuts:
             self._leaving[part] = self.between(part, self.others(part))
         return self._leaving[part]
 
-    def entering(self, part: tuple[int, ...]) -> float:
-        """From all others to these ranks."""
-        return self.between(self.others(part), part)
-
     def others(self, part: tuple[int, ...]) -> tuple[int, ...]:
         """The ranks that are not in the part."""
         inside = set(part)
@@ -223,7 +219,7 @@ def _bounds(
             "all_to_all": (a * b / size, a * b / size),
         }[collective]
         two = _words(cuts, (part,))
-        for share, flow, way in ((out, cuts.leaving(part), "leave"), (into, cuts.entering(part), "enter")):
+        for share, flow, way in ((out, cuts.leaving(part), "leave"), (into, cuts.between(rest, part), "enter")):
             if share > 0:
                 yield Bound(
                     flow / share,

@@ -229,7 +229,7 @@ class _Builder:
         cpus = {node.name: node.numa for node in self.nodes if node.kind is NodeKind.CPU}
         for one, other, rate in between_cpus(cpus, self.smp):
             self._link(one, other, LinkKind.SMP, rate)
-            if rate is not self.smp:  # what that assumes, the reader says
+            if rate.assumed:
                 self.assumed[rate.assumed] = None
 
     def _slot(self, members: Sequence[int]) -> Rate:

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from ringreduce.common.failures import TopologyError
 from ringreduce.topology.bound import Bound, Cuts, Partition, bound
-from ringreduce.topology.graph import FABRIC, Link, LinkGraph
+from ringreduce.topology.graph import FABRIC, LinkGraph
 from ringreduce.topology.rings import Ring, pack_rings, transfers
 from ringreduce.topology.routes import Routes, all_routes, fabric_routes
 from ringreduce.topology.trees import WeightedTree, pack_trees
@@ -82,16 +82,13 @@ def _links_to_use(graph: LinkGraph) -> tuple[Routes, str]:
     if len(whole.components) > 1:
         parts = whole.words(whole.components)
         raise TopologyError(f"{graph.name}: there is no path between {parts}; add the links that join them")
-    others = ", ".join(dict.fromkeys(link.kind.value for link in _used(whole) if link.kind not in FABRIC))
+    used = (whole.links[at] for at in sorted({at for shares in whole.between.values() for at, _ in shares}))
+    others = ", ".join(dict.fromkeys(link.kind.value for link in used if link.kind not in FABRIC))
     if not graph.gpus:
         return whole, f"over {others}"
     parts = own.words(own.components)
     where = f"between {parts}" if kinds or own.size <= 3 else "between any of the GPUs"
     return whole, f"no {kinds or 'NVLink or XGMI'} path {where}: over {others}{' as well' if kinds else ''}"
-
-
-def _used(routes: Routes) -> list[Link]:
-    return [routes.links[at] for at in sorted({at for shares in routes.between.values() for at, _ in shares})]
 
 
 def _about_rings(routes: Routes, rings: tuple[Ring, ...]) -> str:

@@ -369,7 +369,7 @@ def _check(listing: Listing, where: str) -> None:
     last = listing.gpus[-1]
     for label, count in Counter(listing.columns).items():
         if _GPU.fullmatch(label) and label not in gpus:
-            raise _no_row(label, last, where)
+            raise _error(where, _end(last), f"{label} has a column but no row{_WHOLE}")
         if count > 1:
             raise _error(where, last.label, f"{count} columns are called {label}{_WHOLE}")
     seen = {
@@ -400,10 +400,6 @@ def _check_cell(where: str, row: str, column: str, cell: Cell) -> None:
         raise _error(where, cell, f"{row} has NVLinks to a device that has no row of its own, as GPUs do{_WHOLE}")
     if cell.text.startswith("NV") and int(cell.text[2:]) == 0:
         raise _error(where, cell, f"{row} to {column} is {cell.text}: NVLink without a link{_WHOLE}")
-
-
-def _no_row(label: str, last: Row, where: str) -> TopologyError:
-    return _error(where, _end(last), f"{label} has a column but no row{_WHOLE}")
 
 
 def _end(row: Row) -> Cell:

@@ -17,11 +17,11 @@ from ringreduce.topology.hardware import SWITCH, UNKNOWN, Found, Gpu, PciDevice,
 from ringreduce.topology.rates import (
     NO_PEER_ACCESS,
     NOTHING,
-    NVLINK,
     PCIE_GTS,
     Assumed,
     Model,
     Rate,
+    fabric_link,
     model,
     pcie,
     peer_access,
@@ -167,7 +167,7 @@ class _Draft:
         links: list[Link] = []
         for gpu in self.found.gpus:
             name = names[gpu.bus]
-            rate = self.nvlink(gpu)
+            rate = fabric_link(LinkKind.NVLINK, [self.model(gpu)], self.assume)
             if gpu.links and rate.assumed:
                 self.assumed.append(rate.assumed)
             for end in gpu.links:
@@ -184,16 +184,6 @@ class _Draft:
             reducing = all(reduces(self.model(gpu), lanes[names[gpu.bus]]) for gpu in self.found.gpus)
             self.nodes.append(Node("NVSwitch0", NodeKind.NVSWITCH, detail="all NVSwitches", reduces=reducing))
         self.links += links
-
-    def nvlink(self, gpu: Gpu) -> Rate:
-        """What one of a GPU's NVLinks carries."""
-        if self.assume.nvlink is not None:
-            return Rate(self.assume.nvlink, "--nvlink-gbps")
-        known = self.model(gpu)
-        if known is not None and known.kind is LinkKind.NVLINK:
-            return Rate(known.rate, f"NVLink of {known.name}")
-        text = f"How fast NVLinks of {gpu.name or 'this GPU'} are is not known: 25 GB/s each; --nvlink-gbps sets it."
-        return Rate(NVLINK[4], "assumed", text)
 
     def nics(self) -> None:
         for index, nic in enumerate(self.found.nics):

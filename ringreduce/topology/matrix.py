@@ -17,10 +17,10 @@ from ringreduce.topology.listing import CLASSES, HOW_TO, LONGEST_LINE, Listing, 
 from ringreduce.topology.rates import (
     MOST_NVLINKS,
     NO_PEER_ACCESS,
-    NVLINK,
     Assumed,
     Model,
     Rate,
+    fabric_link,
     model,
     model_in,
     models_named,
@@ -65,16 +65,13 @@ def read_matrix(text: str, where: str, assume: Assumed) -> LinkGraph:
     fastest = max((gpu.slot for gpu in gpus), key=lambda rate: rate.gbps)
     nics = [_nic(at, label, listing, fastest) for at, label in enumerate(others)]
     switches, fabric = _fabric(rows, bonds, models, assume, where, notes)
-    joint = smp(assume)
-    tree = pcie_tree([*gpus, *nics], _classes([*rows, *others], listing), joint)
+    tree = pcie_tree([*gpus, *nics], _classes([*rows, *others], listing), smp(assume))
 
     notes += dict.fromkeys(gpu.slot.assumed for gpu in gpus if gpu.slot.assumed)
     if not all(gpu.node.peer_access or gpu.node.name in access for gpu in gpus):
         notes.append(NO_PEER_ACCESS)
     if nics:
         notes.append("The speed of NICs is not in it: as much as the GPUs' slots carry is assumed for each.")
-    if any(link.kind is LinkKind.SMP for link in tree.links) and joint.assumed:
-        notes.append(joint.assumed)
     nodes = (*(gpu.node for gpu in gpus), *switches, *tree.nodes, *(nic.node for nic in nics))
     return LinkGraph(where, nodes, (*fabric, *tree.links), (*notes, *tree.assumed))
 
@@ -196,6 +193,12 @@ def _fabric(
     """The links that the GPUs have for each other, and the switches that they need."""
     switches: list[Node] = []
     links: list[Link] = []
+    rates: list[Rate] = []
+
+    def rate_of(*ends: str) -> Rate:
+        rates.append(fabric_link(LinkKind.NVLINK, [models.get(gpu) for gpu in ends], assume))
+        return rates[-1]
+
     for group in _joined(list(rows), bonds):
         lanes = {gpu: [bonds[gpu, other] for other in group if (gpu, other) in bonds] for gpu in group}
         if any(sum(lanes[gpu]) > (models[gpu].links if gpu in models else MOST_NVLINKS) for gpu in group):
@@ -204,21 +207,17 @@ def _fabric(
             reducing = all(reduces(models.get(gpu), max(lanes[gpu])) for gpu in group)
             switches.append(Node(name, NodeKind.NVSWITCH, len(switches), reduces=reducing))
             for gpu in group:
-                links += _bond(gpu, name, max(lanes[gpu]), _nvlink((gpu,), models, assume))
+                links += _bond(gpu, name, max(lanes[gpu]), rate_of(gpu))
         else:
             for pair in combinations(group, 2):
                 if pair in bonds:
-                    links += _bond(*pair, bonds[pair], _nvlink(pair, models, assume))
+                    links += _bond(*pair, bonds[pair], rate_of(*pair))
             if _may_be_switched(group, lanes, models):
                 notes.append(
                     f"{len(group)} GPUs with {lanes[group[0]][0]} NVLinks to each other: direct links assumed; set "
                     "--gpu, for they may be on an NVSwitch."
                 )
-    if bonds and assume.nvlink is None and not all(gpu in models for pair in bonds for gpu in pair):
-        notes.append(
-            f"The NVLink generation is not in a matrix: {NVLINK[3]:g} GB/s per link assumed, as NVLink 2 to 4 have; "
-            "set --gpu or --nvlink-gbps."
-        )
+    notes += dict.fromkeys(rate.assumed for rate in rates if rate.assumed)
     return switches, links
 
 
@@ -260,17 +259,6 @@ def _may_be_switched(group: Sequence[str], lanes: Mapping[str, Sequence[int]], m
 def _bond(one: str, other: str, lanes: int, rate: Rate) -> tuple[Link, Link]:
     source = f"{lanes} x {rate.gbps:g} GB/s, {rate.source}"
     return both_directions(one, other, LinkKind.NVLINK, lanes * rate.gbps, lanes, source)
-
-
-def _nvlink(ends: Sequence[str], models: Mapping[str, Model], assume: Assumed) -> Rate:
-    """What one link between GPUs carries: as much as the slower end."""
-    if assume.nvlink is not None:
-        return Rate(assume.nvlink, "--nvlink-gbps")
-    known = [models[gpu] for gpu in ends if gpu in models]
-    if len(known) < len(ends):
-        return Rate(NVLINK[3], "assumed: NVLink 2 to 4")
-    slower = min(known, key=lambda one: one.rate)
-    return Rate(slower.rate, f"NVLink of {slower.name}")
 
 
 def _error(where: str, row: Row, what: str) -> TopologyError:

@@ -17,10 +17,10 @@ from ringreduce.topology.classes import between_cpus, some
 from ringreduce.topology.graph import Link, LinkGraph, LinkKind, Node, NodeKind, both_directions, merged
 from ringreduce.topology.rates import (
     NO_PEER_ACCESS,
-    NVLINK,
     Assumed,
     Model,
     Rate,
+    fabric_link,
     model,
     model_of_architecture,
     pcie,
@@ -404,21 +404,15 @@ class _Reader:
         self.links += both_directions(one, other, kind or bond.kind, bond.lanes * rate.gbps, bond.lanes, source)
 
     def link_rate(self, gpus: Sequence[_Gpu], bond: _Bond) -> Rate:
-        if self.assume.nvlink is not None:
-            return Rate(self.assume.nvlink, "--nvlink-gbps")
-        models = [known for gpu in gpus if (known := self.model(gpu)) and known.kind is bond.kind]
-        if len(models) == len(gpus):
-            slower = min(models, key=lambda known: known.rate)
-            return Rate(slower.rate, f"{bond.kind.value} of {slower.name}")
-        if self.assume.gpu is not None:
+        rate = fabric_link(bond.kind, [self.model(gpu) for gpu in gpus], self.assume)
+        if rate.assumed and self.assume.gpu is not None:
             what = (
                 f"there is {bond.kind.value} in it, which --gpu {self.assume.gpu} does not have; name the right model"
             )
             raise _error(self.where, bond.element, what)
-        rate = NVLINK[3] if bond.kind is LinkKind.NVLINK else model("mi250").rate
-        kind = bond.kind.value
-        self.note(f"The {kind} generation is not in it: {rate:g} GB/s per link assumed; set --gpu or --nvlink-gbps.")
-        return Rate(rate, "assumed")
+        if rate.assumed:
+            self.note(rate.assumed)
+        return rate
 
     def leave_slot(self, gpu: str, cpu: str) -> None:
         """Leaves out a PCIe link beside faster ones of the same ends."""

@@ -11,7 +11,7 @@ an EPYC 7542, 50 on Turin), so what to expect is for `expected` to say, not for 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
@@ -241,6 +241,23 @@ def smp(assume: Assumed, vendor: str = "", family: int = 0, model: int = 0, arch
         _WIDEST,
         "assumed: as wide as any CPU's that is known here",
         f"What joins its CPUs is not in it: {_WIDEST:g} GB/s assumed, as much as any known CPU has; set --smp-gbps.",
+    )
+
+
+def fabric_link(kind: LinkKind, ends: Sequence[Model | None], assume: Assumed) -> Rate:
+    """What one of the accelerators' own links carries: as much as the slower of the models at its ends."""
+    if assume.nvlink is not None:
+        return Rate(assume.nvlink, "--nvlink-gbps")
+    known = [end for end in ends if end is not None and end.kind is kind]
+    if len(known) == len(ends):
+        slower = min(known, key=lambda end: end.rate)
+        return Rate(slower.rate, f"{kind.value} of {slower.name}")
+    usual, whose = (NVLINK[3], "NVLink 2 to 4 have") if kind is LinkKind.NVLINK else (MODELS["mi250"].rate, "mi250 has")
+    return Rate(
+        usual,
+        f"assumed: as {whose}",
+        f"The {kind.value} generation is not in it: {usual:g} GB/s per link assumed, as {whose}; set --gpu or "
+        "--nvlink-gbps.",
     )
 
 

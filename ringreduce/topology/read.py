@@ -114,7 +114,8 @@ def _read_json(text: str, where: str, folder: Path) -> LinkGraph:
 def _read_report(text: str, where: str, assume: Assumed) -> LinkGraph:
     """The graph of what a tool printed, somewhere in a text."""
     if (found := _EMBEDDED.search(text)) and (end := text.find("</system>", found.start())) >= 0:
-        return read_nccl_xml(_blanked(text, found.start()) + text[found.start() : end + 9], where, assume)
+        before = re.sub(r"[^\r\n]", " ", text[: found.start()])  # so that lines and columns stay
+        return read_nccl_xml(before + text[found.start() : end + 9], where, assume)
     if is_rocm(text):
         return read_rocm(text, where, assume)
     names_gpus = re.search(r"GPU\d", text)
@@ -152,11 +153,6 @@ def _decoded(content: bytes, path: str | Path) -> str:
         line, column = before.count(b"\n") + 1, error.start - before.rfind(b"\n")
         what = f"it is not {encoding.removesuffix('-sig').upper()} text; save it as UTF-8, with {KINDS}"
         raise TopologyError(f"{path}: line {line}, column {column}: {what}") from None
-
-
-def _blanked(text: str, end: int) -> str:
-    """Blanks and line ends in place of what is before `end`, so that lines and columns stay."""
-    return re.sub(r"[^\r\n]", " ", text[:end])
 
 
 def described(where: str, assume: Assumed = NOTHING) -> LinkGraph:

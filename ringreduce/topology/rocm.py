@@ -15,7 +15,7 @@ from itertools import combinations
 from ringreduce.common.failures import TopologyError
 from ringreduce.topology.classes import Device, pcie_tree, some
 from ringreduce.topology.graph import LinkGraph, LinkKind, Node, NodeKind, both_directions
-from ringreduce.topology.rates import Assumed, Model, Rate, model, slot, smp
+from ringreduce.topology.rates import Assumed, fabric_link, model, slot, smp
 
 HOW_TO = "run `rocm-smi --showtopo` and save all that it prints"
 
@@ -87,8 +87,9 @@ def read_rocm(text: str, where: str, assume: Assumed) -> LinkGraph:
         raise _error(
             where, types[0], f"GPUs with XGMI are in it, which --gpu {known.name} does not have; name the right model"
         )
-    rate = _rate(assume, known, linked, notes)
+    rate = fabric_link(LinkKind.XGMI, (known,), assume)
     if linked:
+        notes += filter(None, [rate.assumed])
         notes.append("How many XGMI links join two GPUs is not in it: one assumed.")
 
     numa = {
@@ -107,11 +108,8 @@ def read_rocm(text: str, where: str, assume: Assumed) -> LinkGraph:
         )
         for at, detail in zip(indices, details, strict=True)
     ]
-    joint = smp(assume)
-    tree = pcie_tree(devices, {}, joint)
+    tree = pcie_tree(devices, {}, smp(assume))
     notes += dict.fromkeys(device.slot.assumed for device in devices if device.slot.assumed)
-    if any(link.kind is LinkKind.SMP for link in tree.links) and joint.assumed:
-        notes.append(joint.assumed)
     links = [
         link
         for one, other in linked
@@ -136,20 +134,6 @@ def _types_in(tables: list[list[_Row]], text: str, where: str) -> list[_Row]:
         what = f"it has {some(list(shown))}, but no row of link types (XGMI, PCIE)"
     how_to = "run `amd-smi topology` without options, or with -wt" if "TABLE:" in text else HOW_TO
     raise TopologyError(f"{where}: line {line}, column {column}: {what}; {how_to}")
-
-
-def _rate(assume: Assumed, known: Model | None, linked: Sequence[tuple[int, int]], notes: list[str]) -> Rate:
-    """What one XGMI link carries."""
-    if assume.nvlink is not None:
-        return Rate(assume.nvlink, "--nvlink-gbps")
-    if known:
-        return Rate(known.rate, f"XGMI of {known.name}")
-    rate = Rate(model("mi250").rate, "assumed: XGMI of mi250")
-    if linked:
-        notes.append(
-            f"The XGMI generation is not in it: {rate.gbps:g} GB/s per link assumed; set --gpu or --nvlink-gbps."
-        )
-    return rate
 
 
 def _tables(text: str) -> list[list[_Row]]:

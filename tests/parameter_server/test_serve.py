@@ -358,8 +358,11 @@ def test_a_server_in_this_process() -> None:
     ("words", "said"),
     [
         (["--store", "here"], "--store is 'here'; it must be HOST:PORT"),
-        (["--store", "127.0.0.1:1", "--timeout", "nan"], "--timeout is nan; it must be seconds"),
-        (["--store", "127.0.0.1:1", "--every", "0"], "--every is 0.0; it must be a number of seconds above 0"),
+        (
+            ["--store", "127.0.0.1:1", "--timeout", "nan"],
+            "argument --timeout: 'nan' seconds; it must be a number above 0",
+        ),
+        (["--store", "127.0.0.1:1", "--every", "0"], "argument --every: '0' seconds; it must be a number above 0"),
         (["--store", "127.0.0.1:1", "--every", "60"], "--every 60 has no folder to write to; add --snapshots FOLDER"),
         (["--store", "127.0.0.1:1", "--status", "--timeout", "0.3"], "the store of --store 127.0.0.1:1 was not found"),
         (["--store", "127.0.0.1:1", "--functions", "math"], "--functions has 'math'; it must be MODULE:NAME"),

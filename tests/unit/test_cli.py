@@ -517,12 +517,6 @@ def test_pictures_in_the_format_that_the_name_says(ending: str, magic: bytes, tm
     assert path.read_bytes().startswith(magic)
 
 
-def test_pictures_have_the_size_that_is_asked_for(tmp_path: Path) -> None:
-    path = tmp_path / "small.png"
-    draw.time_over_ranks({"ring": [(2, 1e-3), (4, 2e-3)]}, path, inches=(6, 4))
-    assert png_size(path) == (900, 600)
-
-
 def hosts(count: int) -> LinkGraph:
     """Hosts of four GPUs on an NVSwitch, with a NIC each."""
     nodes = [Node("network", NodeKind.NETWORK)]
@@ -567,8 +561,8 @@ def test_no_labels_overlap(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
 def test_no_labels_of_curves_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = seen(monkeypatch)
     curves = {f"hierarchical_halving_doubling_{at}": [(2.0, 1e-3), (64.0, 0.5 + 1e-3 * at)] for at in range(9)}
-    draw.time_over_size(curves, tmp_path / "sizes.png")
-    draw.time_over_ranks(curves, tmp_path / "ranks.png")
+    draw.time_over_size(curves, tmp_path / "sizes.png", "Time over size")
+    draw.time_over_ranks(curves, tmp_path / "ranks.png", "Time over ranks")
     assert len(shown) == 2
     for figure in shown:
         assert not overlapping(figure)

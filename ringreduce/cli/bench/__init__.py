@@ -18,7 +18,6 @@ from ringreduce.cli.info import group_size
 from ringreduce.cli.terminal import console, progress, progress_console, put, say, table
 from ringreduce.common import compiled
 from ringreduce.common.cores import own_cores
-from ringreduce.common.failures import SystemFailure
 from ringreduce.common.launcher import check_alone
 from ringreduce.common.units import bytes_text, time_text
 
@@ -66,8 +65,7 @@ def cases() -> list[Case]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if missing := compiled.why_not():
-        raise SystemFailure(f"no ranks can be run here: {missing}")
+    compiled.require("no ranks can be run here")
     check_alone("ringreduce bench", "run it without a launcher, since it starts ranks itself")
     from ringreduce.cli.bench import compare
     from ringreduce.tuning.machine import identify

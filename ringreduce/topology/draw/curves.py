@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringreduce.common.units import bytes_text, time_text
-from ringreduce.topology.draw.style import A4, INK, colour, dash, save, sheet
+from ringreduce.topology.draw.style import INK, colour, dash, save, sheet
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,11 +26,9 @@ MOST_MARKED = 40
 """Points up to which each is marked."""
 
 
-def time_over_size(
-    curves: Curves, path: str | Path, title: str = "Time over size", note: str = "", inches: tuple[float, float] = A4
-) -> None:
+def time_over_size(curves: Curves, path: str | Path, title: str) -> None:
     """Draw seconds over bytes, a curve an algorithm; a band below says which is the fastest where."""
-    figure = sheet(inches, title, note)
+    figure = sheet(title)
     axes = figure.add_axes((LEFT, 0.17, WIDTH, 0.71))
     _draw(axes, curves)
     axes.tick_params(labelbottom=False)
@@ -39,15 +37,9 @@ def time_over_size(
     save(figure, path)
 
 
-def time_over_ranks(
-    curves: Curves,
-    path: str | Path,
-    title: str = "Time over number of ranks",
-    note: str = "",
-    inches: tuple[float, float] = A4,
-) -> None:
+def time_over_ranks(curves: Curves, path: str | Path, title: str) -> None:
     """Draw seconds over the number of ranks, a curve an algorithm."""
-    figure = sheet(inches, title, note)
+    figure = sheet(title)
     axes = figure.add_axes((LEFT, 0.11, WIDTH, 0.77))
     _draw(axes, curves)
     _ticks(axes.xaxis, axes.get_xlim(), 2, lambda value: f"{value:,.0f}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringreduce.common.units import bytes_text, time_text
-from ringreduce.topology.draw.style import A4, GREY, INK, PALETTE, machine_name, rank_label, save, sheet
+from ringreduce.topology.draw.style import GREY, INK, PALETTE, machine_name, rank_label, save, sheet
 from ringreduce.topology.graph import FABRIC, LinkGraph
 
 if TYPE_CHECKING:
@@ -24,14 +24,13 @@ MOST_BARS = 40
 """More links than these are shown by their kinds."""
 
 
-def loads(planned: Planned, size_bytes: int, path: str | Path, inches: tuple[float, float] = A4) -> None:
+def loads(planned: Planned, size_bytes: int, path: str | Path) -> None:
     """Draw what every directed link carries of what it could, while `planned` runs on `size_bytes`.
 
     Links from GPU to GPU are a matrix, others bars; where those are many, links that do the same share one.
     """
     used = _loads(planned, size_bytes)
     figure = sheet(
-        inches,
         f"{machine_name(planned.graph)}: what the links carry",
         f"{planned.collective} of {bytes_text(size_bytes)} in {time_text(planned.seconds(size_bytes))}, "
         f"planned {planned.bandwidth:.4g} GB/s of at most {planned.bound:.4g}",

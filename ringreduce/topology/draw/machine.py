@@ -62,7 +62,6 @@ def machine(
     path: str | Path,
     ranks: Sequence[str] | None = None,
     note: str = "",
-    inches: tuple[float, float] = A4,
 ) -> None:
     """Draw the machine and what is planned on it; `note` is a line below the title.
 
@@ -73,12 +72,12 @@ def machine(
     order = [names[rank] for rank in rings[0].order] if rings else names
     scene = Scene(graph, order, strands, _needs_more(graph, names, strands))
     lay_out(scene)
-    width, height = inches[1] / inches[0], 0.93
-    scene.point = 2 * scene.extent / (min(inches[0] * width, inches[1] * height) * 72)
+    width, height = A4[1] / A4[0], 0.93
+    scene.point = 2 * scene.extent / (min(A4[0] * width, A4[1] * height) * 72)
     scene.node = min(19.0, max(5.0, 0.42 * closest(scene) / scene.point))
     _thin_out(scene)
 
-    figure = sheet(inches, machine_name(graph), note)
+    figure = sheet(machine_name(graph), note)
     axes = figure.add_axes((0.01, 0.0, width, height))
     axes.set_aspect("equal")
     axes.set_axis_off()

@@ -28,7 +28,7 @@ TINTS = ("#E8F0F7", "#F9F0E3", "#E9F4EC", "#F6EAF2")
 INK, GREY, PALE = "#222222", "#8A8A8A", "#D5D5D5"
 
 
-def sheet(inches: tuple[float, float], title: str, note: str) -> Figure:
+def sheet(title: str, note: str = "", inches: tuple[float, float] = A4) -> Figure:
     """An empty picture with its title and, below that, a line in grey."""
     from matplotlib.figure import Figure
 
