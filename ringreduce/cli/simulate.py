@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not times:
         raise PlanError("; ".join(missing))
     if arguments.plot:
-        _draw(times, points, over_size, arguments.plot, title)
+        _draw(times, over_size, arguments.plot, title)
     if arguments.json:
         known = _known(graph, points, arguments) if graph else {}
         put(json.dumps(_document(times, points, known, title, missing), indent=1))
@@ -295,7 +295,7 @@ def _document(times: Times, points: list[_Point], known: Known, title: str, miss
     return {"title": title, "points": rows, "left_out": missing}
 
 
-def _draw(times: Times, points: list[_Point], over_size: bool, path: Path, title: str) -> None:
+def _draw(times: Times, over_size: bool, path: Path, title: str) -> None:
     from ringreduce.topology import draw
 
     curves: dict[str, list[tuple[float, float]]] = {name: [] for name in _names(times)}

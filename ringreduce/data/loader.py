@@ -97,18 +97,7 @@ class Loader(Stepwise[Any]):
         timeout: timedelta | float = 300.0,
         multiprocessing_context: Any = None,
     ) -> None:
-        whole = dataset
-        while type(whole) is Subset:
-            whole = whole.dataset
-        own = getattr(type(whole), "__getitem__", None) not in (None, Dataset.__getitem__)
-        if not own and not hasattr(whole, "__getitems__"):
-            instead = "an object that has one"
-            if isinstance(whole, Iterable):
-                instead = "list(dataset)" if whole is dataset else "a Subset of list(dataset.dataset)"
-            raise InvalidArgument(
-                f"Loader: dataset is {'' if whole is dataset else 'a Subset of '}a {type(whole).__name__}, without "
-                f"__getitem__ or __getitems__, so its samples have no ids to order; give {instead}"
-            )
+        _check_dataset(dataset)
         if not isinstance(order, Order):
             raise InvalidArgument(f"Loader: order is {order!r:.60}; give a ringreduce.data.Order")
         if ahead is None and isinstance(servers, int):
@@ -399,3 +388,19 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 def _some(ids: list[int]) -> str:
     return f"{', '.join(map(str, ids[:8]))}{', ...' if len(ids) > 8 else ''}"
+
+
+def _check_dataset(dataset: Any) -> None:
+    """Raises `InvalidArgument` for a dataset without ids."""
+    whole = dataset
+    while type(whole) is Subset:
+        whole = whole.dataset
+    own = getattr(type(whole), "__getitem__", None) not in (None, Dataset.__getitem__)
+    if not own and not hasattr(whole, "__getitems__"):
+        instead = "an object that has one"
+        if isinstance(whole, Iterable):
+            instead = "list(dataset)" if whole is dataset else "a Subset of list(dataset.dataset)"
+        raise InvalidArgument(
+            f"Loader: dataset is {'' if whole is dataset else 'a Subset of '}a {type(whole).__name__}, without "
+            f"__getitem__ or __getitems__, so its samples have no ids to order; give {instead}"
+        )

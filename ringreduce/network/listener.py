@@ -181,9 +181,8 @@ class Door:
 
         The peers need not call it. Where they do as well, `patience` saves half of the work: seconds in which a lower
         rank may come before this one goes to it. `deadline` is a time of `time.monotonic`. `look` is called every
-        `LOOK_SECONDS`, and may raise. Raises `CollectiveTimeout`,
-        `PeerLost` if all of the peer's addresses refuse, or `SystemFailure` if trying on is in vain otherwise; all list
-        the peer's addresses and what is wrong with each.
+        `LOOK_SECONDS`, and may raise. Raises `CollectiveTimeout`, `PeerLost` if all of the peer's addresses refuse, or
+        `SystemFailure` if trying on is in vain otherwise; all list the addresses and what is wrong with each.
         """
         with self._closing:
             if self._loop is None or self._closed:

@@ -59,6 +59,10 @@ BY_BLOCKS = ("reduce_scatter", "all_gather")
 PLAIN = ("gather", "scatter", "all_to_all")
 """Collectives in which every block goes straight from its source to its target, whatever the hosts."""
 
+MESSAGE, HOP, MEMORY = 5e-6, 1e-6, 5e9
+"""Seconds of a host to send or receive one more message, apart from its bytes; seconds from rank to rank inside a host;
+bytes per second that a rank combines or copies.  Round figures that nobody measured."""
+
 
 def build(collective: str, across: str, hosts: Hosts, root: int = 0, rails: int | None = None) -> Plan:
     """The plan of `collective` among all ranks of `hosts`, by the entry `across` of `ACROSS` between hosts.
@@ -103,9 +107,6 @@ def choose(
     *,
     slicing: Slicing | None = None,
     packed: float = 1.0,
-    message: float = 5e-6,
-    hop: float = 1e-6,
-    memory: float = 5e9,
     few_roundings: bool = False,
 ) -> list[tuple[int, int | None, Plan]]:
     """Which plan runs for blocks of `begin` bytes or more and less than `end`: (begin, end, plan), ascending, no gaps.
@@ -113,9 +114,7 @@ def choose(
     `latency`: seconds from host to host, one way.  `bandwidth`: bytes per second that a host sends, and receives at
     the same time.  `slicing`: the engine's options (default: its defaults).  `packed`: bytes that go to other hosts for
     each of all_reduce, by plans that allow it: not one_shot, where all ranks complete the sum from what they were sent.
-    `message`: seconds of a host to send or receive one more message, apart from its bytes.  `hop`: seconds from rank to
-    rank inside a host.  `memory`: bytes per second that a rank combines or copies.  These three have round figures that
-    nobody measured; give a probe's.  `few_roundings`: each step that combines rounds, as with 16-bit and 8-bit floats.
+    `few_roundings`: each step that combines rounds, as with 16-bit and 8-bit floats.
 
     The model is that of `cost`, ``first + (rounds - 1) * max(work, first / window)``, with the figures of `shapes`: it
     walks no programs.  It has one latency and bandwidth for all hosts and knows no contention.  So, as in `choose`,
@@ -124,16 +123,25 @@ def choose(
     `few_roundings` this plan gives way to the one that rounds least often, among those in which as many local ranks
     carry, that send no more bytes and are not slower by a clear margin.  A single host gets the built-in plans.
     """
-    network = _Network(latency, bandwidth, packed, message, hop, memory)
-    network.check()
+    if not 0 <= latency < inf:
+        raise PlanError(f"latency is {latency}; it must be a number of seconds, at least 0")
+    if not 0 < bandwidth < inf:
+        raise PlanError(f"bandwidth is {bandwidth}; it must be bytes per second, above 0")
+    if not 0 < packed <= 1:
+        raise PlanError(f"packed is {packed}; it must be a share of the bytes, above 0 and at most 1")
     candidates = shapes(collective, hosts)
     size = sum(map(len, hosts))
     depth = slot_depth(size)
     cut = slicing or Slicing(4, 16384, max(4 * 1024**2 // depth // 4096 * 4096, 4096))
-    packs, chosen = collective == "all_reduce", []
+    chosen = []
+
+    def packs(name: str) -> bool:
+        """Whether a plan may send fewer bytes."""
+        return collective == "all_reduce" and not name.endswith("one_shot")
+
     for block_bytes in BLOCKS:
         times = {
-            name: network.seconds(shape, block_bytes, cut, depth, packs and not name.endswith("one_shot"))
+            name: shape.seconds(block_bytes, cut, depth, latency, bandwidth / (packed if packs(name) else 1.0))
             for name, shape in candidates.items()
         }
         name = _choice(candidates, times, block_bytes <= cut.least_slice_bytes, few_roundings)
@@ -183,37 +191,15 @@ class Shape(NamedTuple):
     roundings: int = 0
     """Of a reduction: the steps that combine on the way of an input to the result, at most."""
 
-
-class _Network(NamedTuple):
-    """The figures of `choose`."""
-
-    latency: float
-    bandwidth: float
-    packed: float
-    message: float
-    hop: float
-    memory: float
-
-    def check(self) -> None:
-        for name in ("latency", "message", "hop"):
-            if not 0 <= getattr(self, name) < inf:
-                raise PlanError(f"{name} is {getattr(self, name)}; it must be a number of seconds, at least 0")
-        for name in ("bandwidth", "memory"):
-            if not 0 < getattr(self, name) < inf:
-                raise PlanError(f"{name} is {getattr(self, name)}; it must be bytes per second, above 0")
-        if not 0 < self.packed <= 1:
-            raise PlanError(f"packed is {self.packed}; it must be a share of the bytes, above 0 and at most 1")
-
-    def seconds(self, shape: Shape, block_bytes: int, cut: Slicing, depth: int, packed: bool) -> float:
-        """What a plan of this shape takes; `packed`: whether it may send fewer bytes."""
-        rate = self.bandwidth / self.packed if packed else self.bandwidth
-        chunk = block_bytes * shape.chunk
+    def seconds(self, block_bytes: int, cut: Slicing, depth: int, latency: float, bandwidth: float) -> float:
+        """What a plan of this shape takes."""
+        chunk = block_bytes * self.chunk
         rounds = max(1.0, chunk / cut.slice_bytes(chunk))
         in_round = block_bytes / rounds
-        first = shape.delays * self.latency + shape.hops * self.hop + shape.messages * self.message
-        first += in_round * (shape.path / rate + shape.local / self.memory)
-        work = max(shape.messages * self.message + in_round * shape.wire / rate, in_round * shape.local / self.memory)
-        window = min(WINDOW, max(1, 2 * depth // max(shape.sends, 1)))  # a slot is in use for about half of a round
+        first = self.delays * latency + self.hops * HOP + self.messages * MESSAGE
+        first += in_round * (self.path / bandwidth + self.local / MEMORY)
+        work = max(self.messages * MESSAGE + in_round * self.wire / bandwidth, in_round * self.local / MEMORY)
+        window = min(WINDOW, max(1, 2 * depth // max(self.sends, 1)))  # a slot is in use for about half of a round
         return first + (rounds - 1) * max(work, first / window)
 
 

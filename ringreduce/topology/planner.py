@@ -132,23 +132,23 @@ def _candidates(graph: LinkGraph, collective: str) -> dict[str, Planned]:
         ]
 
     others = unaware(routes, limit, why)
-    if collective not in OVER_RINGS and not others:
+    if collective not in OVER_LINKS and not others:
         routes, why = all_routes(graph), "not all pairs have links of their own: over every link"
         limit = _cut(collective, Cuts(routes), parts.partitions)
         others = unaware(routes, limit, why)
         own = max((each.of_links for each in made), default=0.0)
         if any(each.of_links > own for each in others):
             made = list(_packed(routes, limit, why, collective))
-    best = max((each.of_links for each in (*made, *(others if collective not in OVER_RINGS else ()))), default=0.0)
+    best = max((each.of_links for each in (*made, *(others if collective not in OVER_LINKS else ()))), default=0.0)
     made += others
-    made.sort(key=lambda each: (each.plan.name in BUILDERS[collective] and collective in OVER_RINGS,
+    made.sort(key=lambda each: (each.plan.name in BUILDERS[collective] and collective in OVER_LINKS,
                                 each.of_links < AS_GOOD * best, len(each.plan.channels)))  # fmt: skip
     if more["bound_in_switches"] and (switched := _switched(made, routes)):
         what = "switches combine and copy (NVLS)" if switched.name == "nvls" else "network combines and copies (SHARP)"
         about = f"{parts.why_links}; the {what}, which NCCL can use and our engine cannot"
         limit = bound(collective, parts.cuts, parts.partitions, in_switches=True)
         made.append(Planned(graph, routes, switched, limit.bandwidth, limit.proof, about, in_switches=True, **more))
-    if not made and collective in OVER_RINGS:
+    if not made and collective in OVER_LINKS:
         raise TopologyError(f"{graph.name}: no rings or trees were found for {collective} over these links")
     if not made:
         one, other = next(p for p in permutations(range(routes.size), 2) if p not in routes.between)
@@ -198,7 +198,7 @@ def _made_for_links(parts: Decomposition, collective: str) -> Iterator[Planned]:
         about = f"{parts.why_links}; {why}"
         return Planned(parts.routes.graph, parts.routes, plan, limit.bandwidth, limit.proof, about, **more, **shapes)
 
-    for plan, shapes in (*_rings(parts, collective), *_trees(parts, collective)):
+    for plan, shapes in _rings_and_trees(parts, collective):
         yield planned(plan, parts.why_shape, **shapes)
     if collective == "all_reduce":
         for plan, why in hierarchies(parts.routes):
@@ -214,7 +214,7 @@ def _packed(
     hosts = {node.host for node in routes.graph.ranks}
     if not 1 < routes.size <= MOST_PACKED or (collective == "all_reduce" and len(hosts) > 1):  # these go in stages
         return
-    direct = [build(collective, "direct", routes.size)] if collective not in OVER_RINGS else []
+    direct = [build(collective, "direct", routes.size)] if collective not in OVER_LINKS else []
     others = [Planned(routes.graph, routes, plan, 0.0, "", "") for plan in direct if _possible(plan, routes)]
     others += _made_for_links(parts, collective) if parts else ()
     reached = max((each.of_links for each in others), default=0.0)
@@ -224,7 +224,7 @@ def _packed(
     found = pack(collective, routes, limit.bandwidth)
     if found is None:
         return
-    if found.bound < limit.bandwidth and (collective == "all_reduce" or collective not in OVER_RINGS):
+    if found.bound < limit.bandwidth and (collective == "all_reduce" or collective not in OVER_LINKS):
         limit = Bound(found.bound, limit.partition, "a linear program: under its prices of links no routes cost less")
     plan = routed(collective, routes.size, found.channels, "routed")
     several = f"{len(plan.channels)} channels" if len(plan.channels) > 1 else "one channel"
@@ -236,29 +236,20 @@ def _possible(plan: Plan, routes: Routes) -> bool:
     return all(pair in routes.between for pair in transfers(plan, 1))
 
 
-Found = tuple[Plan, dict[str, Any]]
-
-OVER_RINGS = {
-    "all_reduce": ring.all_reduce,
-    "reduce_scatter": ring.reduce_scatter,
-    "all_gather": ring.all_gather,
-    "broadcast": ring.broadcast,
-    "reduce": ring.reduce,
+OVER_LINKS = {
+    "all_reduce": (ring.all_reduce, tree.all_reduce_over),
+    "reduce_scatter": (ring.reduce_scatter, tree.reduce_scatter_over),
+    "all_gather": (ring.all_gather, tree.all_gather_over),
+    "broadcast": (ring.broadcast, tree.broadcast_over),
+    "reduce": (ring.reduce, tree.reduce_over),
 }
-OVER_TREES = {
-    "all_reduce": tree.all_reduce_over,
-    "reduce_scatter": tree.reduce_scatter_over,
-    "all_gather": tree.all_gather_over,
-    "broadcast": tree.broadcast_over,
-    "reduce": tree.reduce_over,
-}
+"""The collectives that run over rings, and over trees."""
 
 
-def _rings(parts: Decomposition, collective: str) -> Iterator[Found]:
-    if parts.rings and collective in OVER_RINGS:
-        yield OVER_RINGS[collective](directed(parts.rings), "rings"), {"rings": parts.rings}
-
-
-def _trees(parts: Decomposition, collective: str) -> Iterator[Found]:
-    if parts.trees and collective in OVER_TREES:
-        yield OVER_TREES[collective](weighted(parts.trees), "trees"), {"trees": parts.trees}
+def _rings_and_trees(parts: Decomposition, collective: str) -> Iterator[tuple[Plan, dict[str, Any]]]:
+    if collective in OVER_LINKS:
+        over_rings, over_trees = OVER_LINKS[collective]
+        if parts.rings:
+            yield over_rings(directed(parts.rings), "rings"), {"rings": parts.rings}
+        if parts.trees:
+            yield over_trees(weighted(parts.trees), "trees"), {"trees": parts.trees}

@@ -289,10 +289,12 @@ def test_json_without_indices_is_numbered() -> None:
     assert check(plan_for(graph))["ranks"] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("digits", ["1" + "0" * 400, "9" * 5000])
-def test_numbers_without_end_are_refused(digits: str) -> None:
+@pytest.mark.parametrize(
+    ("digits", "what"), [("1" + "0" * 400, "capacity is 10{39} GB/s"), ("9" * 5000, "too many digits")]
+)
+def test_numbers_without_end_are_refused(digits: str, what: str) -> None:
     text = direct(2, {(0, 1): 1.0}).to_json().replace('"capacity": 1.0', f'"capacity": {digits}')
-    with pytest.raises(TopologyError, match="digits"):
+    with pytest.raises(TopologyError, match=what):
         LinkGraph.from_json(text)
 
 

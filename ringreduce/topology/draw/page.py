@@ -46,7 +46,7 @@ def _scenes(planned: Planned, size_bytes: int) -> dict[str, Any]:
     ends = {*planned.ranks, *(name for at in used for name in (links[at].src, links[at].dst))}
     nodes = [node for node in graph.nodes if node.name in ends]
     node_at, link_at = {node.name: at for at, node in enumerate(nodes)}, {link: at for at, link in enumerate(used)}
-    where = places(graph, planned.ranks, planned.rings, planned.trees)
+    where = places(graph, planned.ranks, planned.rings)
     labels = [rank_label(graph, name) for name in planned.ranks]
     shapes = [_shape(channel, order, labels) or plan.name for channel, order in zip(plan.channels, orders, strict=True)]
     shares = sum(channel.share for channel in plan.channels)

@@ -12,7 +12,6 @@ from ringreduce.topology.graph import FABRIC, LinkGraph, Node, NodeKind
 
 if TYPE_CHECKING:
     from ringreduce.topology.rings import Ring
-    from ringreduce.topology.trees import WeightedTree
 
 
 GAP = 2.2
@@ -77,7 +76,7 @@ class Scene:
         return [name for name in self.ranks if self.graph.by_name[name].host == host]
 
 
-def places(graph: LinkGraph, names: Sequence[str], rings: Sequence[Ring], trees: Sequence[WeightedTree]) -> Places:
+def places(graph: LinkGraph, names: Sequence[str], rings: Sequence[Ring]) -> Places:
     """Where `machine` draws the ranks `names` and all that they are linked through."""
     order = [names[rank] for rank in rings[0].order] if rings else list(names)
     scene = Scene(graph, order, (), outside=True, nics=True)
