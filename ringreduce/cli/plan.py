@@ -146,25 +146,18 @@ def _show_expected(out: Console, planned: Planned, size: int, table: Table) -> N
 
 def _show_links(out: Console, planned: Planned, size: int) -> None:
     loads = planned.loads(size)
-    longest = max((load.seconds for load in loads), default=0.0)
     shown = loads[:MOST_LINKS]
     links = table("from", "to", "GB/s", "carries", "takes", "", right=("GB/s", "carries", "takes"))
     for load in shown:
         links.add_row(
-            _end(load.src),
-            _end(load.dst),
+            *(f"GPU {planned.numbers[end]}" if isinstance(planned.numbers[end], int) else end for end in load[:2]),
             gigabytes(load.capacity),
             bytes_text(load.bytes),
             time_text(load.seconds),
-            bar(out, load.seconds / longest if longest else 0.0),
+            bar(out, load.busy),
         )
     out.print(links)
     if planned.whole_hosts > 1:
         say(out, f"these are of one host; the other {planned.whole_hosts - 1} are alike")
     if len(loads) > len(shown):
         say(out, f"{len(loads) - len(shown)} more links are no busier than these; --json has them all")
-
-
-def _end(named: str | int) -> str:
-    """The end of a link: GPUs are numbers there."""
-    return f"GPU {named}" if isinstance(named, int) else named

@@ -28,14 +28,15 @@ MOST_RANKS = 128
 
 
 class LinkLoad(NamedTuple):
-    """What a plan puts on a directed link: bytes, GB/s that it has, and seconds at that speed.  A GPU is called by the
-    index that its file gives it, if there is one host; anything else by its name."""
+    """What a plan puts on a directed link: bytes, GB/s that it has, seconds at that speed, and these as a share of the
+    busiest link's."""
 
-    src: str | int
-    dst: str | int
+    src: str
+    dst: str
     bytes: float
     capacity: float
     seconds: float
+    busy: float
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,12 @@ class Planned:
         return None if any(load and image < 0 for image, load in used) else found
 
     @cached_property
-    def _numbers(self) -> dict[str, int]:
+    def numbers(self) -> dict[str, str | int]:
+        """What JSON calls each node: GPUs by the index that their file gives them, if there is one host; anything else
+        by its name."""
         one_host = len({node.host for node in self.graph.gpus}) == 1
-        return {node.name: node.index for node in self.graph.gpus if one_host}
+        indices = {node.name: node.index for node in self.graph.gpus if one_host}
+        return {node.name: indices.get(node.name, node.name) for node in self.graph.nodes}
 
     @cached_property
     def network(self) -> Network:
@@ -107,20 +111,13 @@ class Planned:
 
     def loads(self, size_bytes: float) -> list[LinkLoad]:
         """Every directed link that is used, the busiest first."""
-        number = self._numbers
-        shares = self.crossing(size_bytes)
-        used = [
-            LinkLoad(
-                number.get(link.src, link.src),
-                number.get(link.dst, link.dst),
-                load,
-                link.capacity,
-                load / link.capacity * 1e-9,
-            )
-            for link, load in zip(self.routes.links, shares, strict=True)
-            if load > 0
+        crossing = zip(self.routes.links, self.crossing(size_bytes), strict=True)
+        used = [(link, load, load / link.capacity * 1e-9) for link, load in crossing if load > 0]
+        longest = max((seconds for _, _, seconds in used), default=0.0)
+        return [
+            LinkLoad(link.src, link.dst, load, link.capacity, seconds, seconds / longest)
+            for link, load, seconds in sorted(used, key=lambda each: -each[2])
         ]
-        return sorted(used, key=lambda load: -load.seconds)
 
     def crossing(self, size_bytes: float) -> list[float]:
         """Bytes over each link of `routes`."""
@@ -212,7 +209,8 @@ class Planned:
 
     def to_json(self, size_bytes: int, more: Mapping[str, Any] = MappingProxyType({})) -> str:
         """All of this for one size, and `more`, for programs."""
-        ranks = [self._numbers.get(name, name) for name in self.ranks]
+        number = self.numbers
+        ranks = [number[name] for name in self.ranks]
         document = {
             "machine": self.graph.name,
             "ranks": ranks,
@@ -237,8 +235,8 @@ class Planned:
                 for each in self.trees
             ],
             "links": [
-                {"src": load.src, "dst": load.dst, "bytes": load.bytes, "capacity_GBps": load.capacity,
-                 "time_s": load.seconds}
+                {"src": number[load.src], "dst": number[load.dst], "bytes": load.bytes,
+                 "capacity_GBps": load.capacity, "time_s": load.seconds}
                 for load in self.loads(size_bytes)
             ],
             "plan": json.loads(self.plan.to_json()),

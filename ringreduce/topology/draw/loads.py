@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ringreduce.common.units import bytes_text, time_text
 from ringreduce.topology.draw.style import GREY, INK, PALETTE, machine_name, rank_label, save, sheet
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from ringreduce.topology.planned import Planned
+    from ringreduce.topology.planned import LinkLoad, Planned
 
 MOST_IN_MATRIX = 16
 """GPUs whose links fit as a matrix."""
@@ -29,7 +29,7 @@ def loads(planned: Planned, size_bytes: int, path: str | Path) -> None:
 
     Links from GPU to GPU are a matrix, others bars; where those are many, links that do the same share one.
     """
-    used = _loads(planned, size_bytes)
+    used = planned.loads(size_bytes)
     figure = sheet(
         f"{machine_name(planned.graph)}: what the links carry",
         f"{planned.collective} of {bytes_text(size_bytes)} in {time_text(planned.seconds(size_bytes))}, "
@@ -43,28 +43,7 @@ def loads(planned: Planned, size_bytes: int, path: str | Path) -> None:
     save(figure, path)
 
 
-class _Load(NamedTuple):
-    """A directed link: its ends by name, bytes, GB/s, and the share of the call's time that the bytes take."""
-
-    src: str
-    dst: str
-    bytes: float
-    capacity: float
-    busy: float
-
-
-def _loads(planned: Planned, size_bytes: int) -> list[_Load]:
-    """Of every link that is used, the busiest first."""
-    longest = planned.seconds(size_bytes) * 1e9
-    used = [
-        _Load(link.src, link.dst, count, link.capacity, count / link.capacity / longest)
-        for link, count in zip(planned.routes.links, planned.crossing(size_bytes), strict=True)
-        if count > 0
-    ]
-    return sorted(used, key=lambda load: -load.busy)
-
-
-def _matrix(figure: Figure, planned: Planned, used: Sequence[_Load]) -> None:
+def _matrix(figure: Figure, planned: Planned, used: Sequence[LinkLoad]) -> None:
     import numpy as np
 
     place = {name: at for at, name in enumerate(planned.ranks)}
@@ -97,7 +76,7 @@ def _matrix(figure: Figure, planned: Planned, used: Sequence[_Load]) -> None:
     _by_capacity(figure, used, unused)
 
 
-def _by_capacity(figure: Figure, used: Sequence[_Load], unused: int) -> None:
+def _by_capacity(figure: Figure, used: Sequence[LinkLoad], unused: int) -> None:
     """Beside the matrix: how busy links of each capacity are."""
     x, y = 0.70, 0.79
     explained = "A cell is a link: what crosses it, and which share\nof the time it is busy."
@@ -114,9 +93,9 @@ def _by_capacity(figure: Figure, used: Sequence[_Load], unused: int) -> None:
         figure.text(x, y, f"{unused} links are not used (pale)", fontsize=10, color=GREY, va="top")
 
 
-def _bars(figure: Figure, graph: LinkGraph, used: Sequence[_Load]) -> None:
+def _bars(figure: Figure, graph: LinkGraph, used: Sequence[LinkLoad]) -> None:
     """Hollow: what the links can carry; filled: what they do, on average over the call."""
-    groups: dict[tuple[Any, ...], list[_Load]] = defaultdict(list)
+    groups: dict[tuple[Any, ...], list[LinkLoad]] = defaultdict(list)
     for load in used:
         ends = graph.by_name[load.src].kind, graph.by_name[load.dst].kind
         alike = (*ends, load.capacity, f"{load.bytes:.3g}") if len(used) > MOST_BARS else (load.src, load.dst)
