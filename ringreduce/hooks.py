@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ringreduce import _C
 from ringreduce.api import all_gather_single, all_reduce, all_to_all_single
+from ringreduce.common.checks import check_bool
 from ringreduce.errors import InvalidArgument
 from ringreduce.groups.between_hosts import PACKED
 from ringreduce.groups.calling import Work
@@ -83,7 +84,7 @@ def compressed(kind: str = "int8", *, feedback: bool = True, share: float = 0.01
         raise InvalidArgument(f"kind is {kind!r}; it must be one of {', '.join(map(repr, WIRE_DTYPES))} or 'topk'")
     if not isinstance(share, int | float) or not 0 < share <= 1:
         raise InvalidArgument(f"share is {share!r:.60}; it must be a number above 0 and at most 1")
-    _check_feedback(feedback)
+    check_bool("feedback", feedback)
     return Compressed(kind, feedback, share)
 
 
@@ -235,7 +236,7 @@ class ReduceScatter(_Comm):
 
     def __init__(self, wire_dtype: str = "int8", *, feedback: bool = True) -> None:
         super().__init__(wire_dtype)
-        _check_feedback(feedback)
+        check_bool("feedback", feedback)
         self.feedback = feedback
         self._rests: torch.Tensor | None = None
 
@@ -335,11 +336,6 @@ def _average_largest(
         return gradient
 
     return work.get_future().then(average)
-
-
-def _check_feedback(feedback: bool) -> None:
-    if not isinstance(cast(Any, feedback), bool):
-        raise InvalidArgument(f"feedback is {feedback!r:.60}; it must be True or False")
 
 
 def _check_compressible(tensor: torch.Tensor) -> None:

@@ -14,6 +14,7 @@ import resource
 from typing import NamedTuple
 
 from ringreduce import _C
+from ringreduce.common.checks import whole
 from ringreduce.common.system import refused_calls
 from ringreduce.config import Options, resolve
 from ringreduce.errors import InvalidArgument, SystemFailure
@@ -67,8 +68,7 @@ def share_allocations(enabled: bool = True, least_bytes: int = 1024 * 1024) -> N
     if not enabled:
         _C.share_allocations(None)
         return
-    if not isinstance(least_bytes, int) or isinstance(least_bytes, bool) or not 1 <= least_bytes < 2**63:
-        raise InvalidArgument(f"least_bytes is {least_bytes!r}; it must be a whole number from 1")
+    least_bytes = whole("least_bytes", least_bytes, 1, "a whole number from 1")
     options = resolve(None)[0]
     if not options.arena_bytes:
         raise InvalidArgument("RINGREDUCE_ARENA_BYTES is 0, so this process has no arena; set it higher, or not at all")

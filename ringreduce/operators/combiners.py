@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ringreduce import _C
+from ringreduce.common.checks import whole
 from ringreduce.errors import InvalidArgument
 from ringreduce.operators.elements import Elements
 
@@ -72,8 +73,7 @@ class Native:
 def at_address(address: Any, failure: str = "the function returned another number than 0", kept: Any = None) -> Native:
     """`int f(const void* a, const void* b, void* out, size_t n)` at `address`. `failure` is what it means that it
     returns another number than 0, and `kept` what must live as long."""
-    if isinstance(address, bool) or not isinstance(address, int) or address <= 0:
-        raise InvalidArgument(f"address is {address!r:.60}; it must be the address of a function, a number above 0")
+    address = whole("address", address, 1, "the address of a function, a number above 0", 2**64 - 1)
 
     def make(elements: Elements, kept: Any = kept, **identity: Any) -> _C.Operator:
         return _C.Operator.at_address(function=address, failure=failure, **identity)

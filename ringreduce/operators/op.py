@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ringreduce.common.checks import check_bool, check_is, whole
 from ringreduce.errors import InvalidArgument
 from ringreduce.operators import records
 from ringreduce.operators.combiners import Interpreted, Native, at_address, compiled, reduction
@@ -36,9 +37,8 @@ class Op:
             raise InvalidArgument(
                 f"Op({function!r:.60}) does not say what computes it; write Op.torch(f), Op.numba(f, ...) or Op.c(...)"
             )
-        for what, flag in (("commutative", commutative), ("check", check)):
-            if not isinstance(flag, bool):
-                raise InvalidArgument(f"{what} is {flag!r:.60}; it must be True or False")
+        check_bool("commutative", commutative)
+        check_bool("check", check)
         self.name = name
         self.elements = tuple(elements)
         self.commutative = commutative
@@ -91,8 +91,7 @@ class Op:
         """
         if not callable(f):
             raise InvalidArgument(f"f is {f!r:.60}; it must be a function of two operands")
-        if isinstance(tensors, bool) or not isinstance(tensors, int) or tensors < 1:
-            raise InvalidArgument(f"tensors is {tensors!r:.60}; it must be how many tensors f combines, 1 or more")
+        tensors = whole("tensors", tensors, 1, "how many tensors f combines, 1 or more")
         native = reduction(f) if tensors == 1 else None
         return Op(f, _shapes(element, tensors), _name_of(f, name), commutative, check, native)
 
@@ -146,10 +145,8 @@ class Op:
 
         Raises `InvalidArgument` for arguments that cannot be served. What `address` leads to cannot be checked.
         """
-        if isinstance(element_bytes, bool) or not isinstance(element_bytes, int) or element_bytes < 1:
-            raise InvalidArgument(f"element_bytes is {element_bytes!r:.60}; it must be a number of bytes, 1 or more")
-        if not isinstance(name, str):
-            raise InvalidArgument(f"name is {name!r:.60}; it must be a text of 1 to 100 characters")
+        element_bytes = whole("element_bytes", element_bytes, 1, "a number of bytes, 1 or more")
+        check_is("name", name, str, "a text of 1 to 100 characters")
         native = at_address(address)
         return Op(None, _shapes(element, 1), _name_of(native, name), commutative, check, native, element_bytes)
 
@@ -193,10 +190,8 @@ class Op:
         rank that has fewer than k values fills up with -inf, or inf. Dtypes are those of argmax. Raises
         `InvalidArgument` if k is no number from 1 up.
         """
-        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-            raise InvalidArgument(f"k is {k!r:.60}; it must be how many values are kept, 1 or more")
-        if not isinstance(largest, bool):
-            raise InvalidArgument(f"largest is {largest!r:.60}; it must be True or False")
+        k = whole("k", k, 1, "how many values are kept, 1 or more")
+        check_bool("largest", largest)
         native = records.first_k_of("top_k", k, largest)
         return _on_records(f"top_k({k}, largest={largest})", native, shape=(k,))
 
@@ -217,11 +212,7 @@ def _on_records(name: str, native: Native, shape: Shape = ()) -> Op:
 
 
 def _key(key: Any) -> str | int:
-    if isinstance(key, str):
-        return key
-    if isinstance(key, bool) or not isinstance(key, int) or key < 0:
-        raise InvalidArgument(f"key is {key!r:.60}; it must be the name of a field, or its number from 0")
-    return key
+    return key if isinstance(key, str) else whole("key", key, 0, "the name of a field, or its number from 0")
 
 
 def _shapes(element: Any, tensors: int) -> list[Shape]:

@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from ringreduce.common.checks import WHOLE, is_text, number, shown, whole
 from ringreduce.errors import InvalidArgument
 from ringreduce.groups.tensors import check_dense, from_numpy
-from ringreduce.parameter_server.checks import WHOLE, is_text, number, shown, whole
 from ringreduce.parameter_server.modes import Mode
 from ringreduce.parameter_server.updates import UpdateRule
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from ringreduce.common.checks import WHOLE, check_bool, check_is, shown
 from ringreduce.coordination.endpoint import door_at
 from ringreduce.coordination.founding import Founding
 from ringreduce.coordination.process import identity
@@ -25,7 +26,6 @@ from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, Topo
 from ringreduce.groups.ready import location_of
 from ringreduce.network.secret import group_secret
 from ringreduce.parameter_server.arguments import MOST_SERVERS, count_of_bytes
-from ringreduce.parameter_server.checks import WHOLE, check_bool, check_is, shown
 from ringreduce.parameter_server.doors import called, lives
 from ringreduce.parameter_server.entry import STORE_GONE, Entry, Stale
 from ringreduce.parameter_server.placement import backup_of

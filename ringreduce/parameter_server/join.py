@@ -18,12 +18,12 @@ from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from ringreduce import _C
+from ringreduce.common.checks import check_bool, check_is, check_text, shown, whole
 from ringreduce.common.launcher import check_alone
 from ringreduce.config import resolve
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost
 from ringreduce.parameter_server import doors, founding
 from ringreduce.parameter_server.arguments import MOST_SERVERS, MOST_WORKERS, count_of_bytes, seconds
-from ringreduce.parameter_server.checks import check_bool, check_is, check_text, shown, whole
 from ringreduce.parameter_server.client.calls import Calls
 from ringreduce.parameter_server.client.failover import FailoverConnector
 from ringreduce.parameter_server.client.key_value import KeyValue

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
+from ringreduce.common.checks import check_bool, check_text, number, shown, whole
 from ringreduce.errors import InvalidArgument
-from ringreduce.parameter_server.checks import check_bool, check_text, number, shown, whole
 
 READERS = "observers"
 """The group of readers, which a server does not count as its workers."""

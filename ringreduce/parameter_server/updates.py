@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from ringreduce.common.checks import check_text, number, shown
 from ringreduce.errors import InvalidArgument
-from ringreduce.parameter_server.checks import check_text, number, shown
 
 REDUCTIONS = ("sum", "product", "min", "max", "band", "bor", "bxor", "logaddexp")
 ELEMENT_WISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")

@@ -9,7 +9,7 @@ their NUMA nodes; what neither settles is taken to be NODE, or as much closer as
 machines contradict themselves; the closer class wins.  `PcieTree.assumed` says all of it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import combinations
@@ -74,13 +74,13 @@ def pcie_tree(devices: Sequence[Device], classes: dict[Pair, LinkClass], smp: Ra
     """The tree above `devices`; `classes` has the pairs (i, j), i < j, whose class is known."""
     groups = _Groups(devices, classes)
     groups.settle()
-    tree = _Builder(devices, smp)
+    tree = _Builder(devices)
     cpus = groups.at(LinkClass.NODE, range(len(devices)))
     known = _numa_nodes(devices, cpus)
     free = iter(sorted(set(range(2 * len(cpus))) - set(known)))
     for cpu, numa in zip(cpus, known, strict=True):
         tree.cpu(groups, cpu, next(free) if numa is None else numa, numa)
-    tree.join_cpus()
+    tree.join_cpus({node.name: node.numa for node in tree.nodes if node.kind is NodeKind.CPU}, smp)
     nodes = sorted(tree.nodes, key=lambda node: (node.kind is NodeKind.CPU, node.index))
     return PcieTree(tuple(nodes), tuple(tree.links), (*groups.assumed, *tree.assumed))
 
@@ -189,15 +189,54 @@ class _Groups:
         return "-".join(self.devices[at].node.name for at in pair)
 
 
-class _Builder:
-    """Makes the nodes and links, from CPUs down to devices."""
+class Draft:
+    """Nodes and links in the making, and what had to be assumed, each once."""
 
-    def __init__(self, devices: Sequence[Device], smp: Rate) -> None:
-        self.devices, self.smp = devices, smp
+    def __init__(self) -> None:
         self.nodes: list[Node] = []
         self.links: list[Link] = []
-        self.switches = 0
         self.assumed: dict[str, None] = {}
+
+    def note(self, text: str) -> None:
+        """`text`: what was assumed; "" for nothing."""
+        if text:
+            self.assumed[text] = None
+
+    def join(self, one: str, other: str, kind: LinkKind, rate: Rate) -> None:
+        self.links += both_directions(one, other, kind, rate.gbps, source=rate.source)
+        self.note(rate.assumed)
+
+    def join_cpus(self, cpus: Mapping[str, int | None], smp: Rate) -> None:
+        """Joins CPUs, given their NUMA nodes, by what is between two sockets.
+
+        One or two are a socket each, and so are several whose nodes are not known: every two are joined.  More NUMA
+        nodes are parts of two sockets (NPS2, NPS4, sub-NUMA clustering), each with half of the numbers; the parts of a
+        socket are joined to the first of them by what no traffic of PCIe fills, and the sockets by one link.
+        """
+        numbers = [numa for numa in cpus.values() if numa is not None]
+        if len(cpus) <= 2 or len(numbers) < len(cpus):
+            for one, other in combinations(cpus, 2):
+                self.join(one, other, LinkKind.SMP, smp)
+            return
+        half = (1 << max(numbers).bit_length()) // 2
+        sockets = [
+            [name for name, numa in cpus.items() if (numa is not None and numa >= half) == upper] for upper in (0, 1)
+        ]
+        for first, *parts in filter(None, sockets):
+            for part in parts:
+                rate = Rate(INSIDE_SOCKET, "within a socket: not filled by PCIe", TWO_SOCKETS)
+                self.join(first, part, LinkKind.SMP, rate)
+        if all(sockets):
+            self.join(sockets[0][0], sockets[1][0], LinkKind.SMP, smp)
+
+
+class _Builder(Draft):
+    """Makes the nodes and links, from CPUs down to devices."""
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        super().__init__()
+        self.devices = devices
+        self.switches = 0
 
     def cpu(self, groups: _Groups, members: Sequence[int], number: int, numa: int | None) -> None:
         name = f"CPU{number}"
@@ -223,14 +262,7 @@ class _Builder:
                 of_leaf = self._switch("PCIe switch", numa, above, self._slot(leaf))
             for at in leaf:
                 device = self.devices[at]
-                self._link(device.node.name, of_leaf, LinkKind.PCIE, device.slot)
-
-    def join_cpus(self) -> None:
-        cpus = {node.name: node.numa for node in self.nodes if node.kind is NodeKind.CPU}
-        for one, other, rate in between_cpus(cpus, self.smp):
-            self._link(one, other, LinkKind.SMP, rate)
-            if rate.assumed:
-                self.assumed[rate.assumed] = None
+                self.join(device.node.name, of_leaf, LinkKind.PCIE, device.slot)
 
     def _slot(self, members: Sequence[int]) -> Rate:
         """A switch has one slot, as fast as the fastest of those below it."""
@@ -240,11 +272,8 @@ class _Builder:
         name = f"PCIe{self.switches}"
         self.nodes.append(Node(name, NodeKind.PCIE, self.switches, numa=numa, detail=detail))
         self.switches += 1
-        self._link(name, above, LinkKind.PCIE, rate)
+        self.join(name, above, LinkKind.PCIE, rate)
         return name
-
-    def _link(self, one: str, other: str, kind: LinkKind, rate: Rate) -> None:
-        self.links += both_directions(one, other, kind, rate.gbps, source=rate.source)
 
 
 def _numa_nodes(devices: Sequence[Device], cpus: Sequence[Sequence[int]]) -> list[int | None]:
@@ -254,29 +283,6 @@ def _numa_nodes(devices: Sequence[Device], cpus: Sequence[Sequence[int]]) -> lis
         known = {min(devices[at].numa) for at in members if len(devices[at].numa) == 1}
         numbers.append(min(known - set(numbers), default=None))
     return numbers
-
-
-def between_cpus(cpus: Mapping[str, int | None], smp: Rate) -> Iterator[tuple[str, str, Rate]]:
-    """What joins CPUs, given their NUMA nodes, as links with their rates.
-
-    One or two are a socket each, and so are several whose nodes are not known: every two are joined.  More NUMA nodes
-    are parts of two sockets (NPS2, NPS4, sub-NUMA clustering), each with half of the numbers; the parts of a socket are
-    joined to the first of them by what no traffic of PCIe fills, and the sockets by one link.
-    """
-    numbers = [numa for numa in cpus.values() if numa is not None]
-    if len(cpus) <= 2 or len(numbers) < len(cpus):
-        for one, other in combinations(cpus, 2):
-            yield one, other, smp
-        return
-    half = (1 << max(numbers).bit_length()) // 2
-    sockets = [
-        [name for name, numa in cpus.items() if (numa is not None and numa >= half) == upper] for upper in (0, 1)
-    ]
-    for first, *parts in filter(None, sockets):
-        for part in parts:
-            yield first, part, Rate(INSIDE_SOCKET, "within a socket: not filled by PCIe", TWO_SOCKETS)
-    if all(sockets):
-        yield sockets[0][0], sockets[1][0], smp
 
 
 def _pair(one: int, other: int) -> Pair:

@@ -152,10 +152,7 @@ def hosts_by_kind(graph: LinkGraph) -> list[list[int]] | None:
 
 def of_hosts(graph: LinkGraph, numbers: Collection[int]) -> LinkGraph:
     """The part of a graph that is in some hosts, with the network."""
-    nodes = tuple(node for node in graph.nodes if node.kind is NodeKind.NETWORK or node.host in numbers)
-    there = {node.name for node in nodes}
-    links = tuple(link for link in graph.links if link.src in there and link.dst in there)
-    return replace(graph, nodes=nodes, links=links)
+    return graph.part(tuple(node for node in graph.nodes if node.kind is NodeKind.NETWORK or node.host in numbers))
 
 
 def _ports(

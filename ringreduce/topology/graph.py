@@ -205,7 +205,10 @@ class LinkGraph:
             or node.kind is NodeKind.NETWORK
             or (node.kind is NodeKind.NVSWITCH and node.name in reached)
         )
-        nodes = (*kept, *(node for node in near if node.name not in ranks))
+        return self.part((*kept, *(node for node in near if node.name not in ranks)))
+
+    def part(self, nodes: tuple[Node, ...]) -> "LinkGraph":
+        """This graph with only these of its nodes, and the links between them."""
         there = {node.name for node in nodes}
         links = tuple(link for link in self.links if link.src in there and link.dst in there)
         return replace(self, nodes=nodes, links=links)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ringreduce.topology.classes import between_cpus
+from ringreduce.topology.classes import Draft
 from ringreduce.topology.graph import Link, LinkGraph, LinkKind, Node, NodeKind, both_directions, merged
 from ringreduce.topology.hardware import SWITCH, UNKNOWN, Found, Gpu, PciDevice, look, this_system
 from ringreduce.topology.rates import (
@@ -66,26 +66,20 @@ def decide(found: Found, assume: Assumed = NOTHING) -> LinkGraph:
         name = f"{len(found.cores)} core{'s' if len(found.cores) > 1 else ''}"
         draft.cores()
     draft.nics()
-    return LinkGraph(f"this machine: {name}", tuple(draft.nodes), merged(draft.links), (*dict.fromkeys(draft.assumed),))
+    return LinkGraph(f"this machine: {name}", tuple(draft.nodes), merged(draft.links), tuple(draft.assumed))
 
 
-class _Draft:
+class _Draft(Draft):
     """The graph in the making."""
 
     def __init__(self, found: Found, assume: Assumed) -> None:
+        super().__init__()
         self.found = found
         self.assume = assume
-        self.nodes: list[Node] = []
-        self.links: list[Link] = []
-        self.assumed = list(found.notes)
+        self.assumed |= dict.fromkeys(found.notes)
         self.numa: Mapping[int, frozenset[int]] = {}
         self.switches: dict[str, str] = {}
         """Names of PCIe switches, by the bus id of their upstream port."""
-
-    def join(self, one: str, other: str, kind: LinkKind, rate: Rate) -> None:
-        self.links += both_directions(one, other, kind, rate.gbps, 1, rate.source)
-        if rate.assumed:
-            self.assumed.append(rate.assumed)
 
     def cpus(self, numa: Mapping[int, frozenset[int]]) -> None:
         """NUMA nodes, each joined to each other."""
@@ -93,8 +87,7 @@ class _Draft:
         for node in self.numa:
             self.nodes.append(Node(f"CPU{node}", NodeKind.CPU, node, numa=node))
         between = smp(self.assume, *self.found.cpu, architecture=platform.machine())
-        for one, other, rate in between_cpus({f"CPU{node}": node for node in self.numa}, between):
-            self.join(one, other, LinkKind.SMP, rate)
+        self.join_cpus({f"CPU{node}": node for node in self.numa}, between)
 
     def cores(self) -> None:
         """The cores that this process may use, at the memory of their NUMA node."""
@@ -148,7 +141,7 @@ class _Draft:
             node = Node(f"GPU{gpu.index}", NodeKind.GPU, gpu.index, detail=detail, peer_access=peers)
             self.device(node, gpu.bus, rate or slot(self.model(gpu), self.assume))
             if not peers:
-                self.assumed.append(NO_PEER_ACCESS)
+                self.note(NO_PEER_ACCESS)
 
     def home(self, name: str, device: PciDevice) -> int:
         """The NUMA node of a device."""
@@ -156,7 +149,7 @@ class _Draft:
             return device.numa
         first = min(self.numa)
         if len(self.numa) > 1:
-            self.assumed.append(f"Which CPU {name} is at, the system does not tell: CPU{first} is assumed.")
+            self.note(f"Which CPU {name} is at, the system does not tell: CPU{first} is assumed.")
         return first
 
     def model(self, gpu: Gpu) -> Model | None:
@@ -168,17 +161,17 @@ class _Draft:
         for gpu in self.found.gpus:
             name = names[gpu.bus]
             rate = fabric_link(LinkKind.NVLINK, [self.model(gpu)], self.assume)
-            if gpu.links and rate.assumed:
-                self.assumed.append(rate.assumed)
+            if gpu.links:
+                self.note(rate.assumed)
             for end in gpu.links:
                 if end == gpu.bus:
-                    self.assumed.append(f"NVLinks of {name} lead to itself, as virtual machines have it: left out.")
+                    self.note(f"NVLinks of {name} lead to itself, as virtual machines have it: left out.")
                 elif end in names:
                     links.append(Link(name, names[end], LinkKind.NVLINK, rate.gbps, 1, rate.source))
                 elif end in (SWITCH, UNKNOWN):
                     links += both_directions(name, "NVSwitch0", LinkKind.NVLINK, rate.gbps, 1, rate.source)
                     if end == UNKNOWN:
-                        self.assumed.append(f"Where NVLinks of {name} lead, NVML does not tell: to an NVSwitch.")
+                        self.note(f"Where NVLinks of {name} lead, NVML does not tell: to an NVSwitch.")
         if any(link.src == "NVSwitch0" for link in links):
             lanes = Counter(link.src for link in links if link.dst == "NVSwitch0")
             reducing = all(reduces(self.model(gpu), lanes[names[gpu.bus]]) for gpu in self.found.gpus)
@@ -193,4 +186,4 @@ class _Draft:
             if known:
                 self.device(Node(nic.name, NodeKind.NIC, index), nic.bus, min(known, key=lambda each: each.gbps))
             else:
-                self.assumed.append(f"How fast {nic.name} is, the system does not tell: it is left out.")
+                self.note(f"How fast {nic.name} is, the system does not tell: it is left out.")

@@ -67,7 +67,6 @@ def read_matrix(text: str, where: str, assume: Assumed) -> LinkGraph:
     switches, fabric = _fabric(rows, bonds, models, assume, where, notes)
     tree = pcie_tree([*gpus, *nics], _classes([*rows, *others], listing), smp(assume))
 
-    notes += dict.fromkeys(gpu.slot.assumed for gpu in gpus if gpu.slot.assumed)
     if not all(gpu.node.peer_access or gpu.node.name in access for gpu in gpus):
         notes.append(NO_PEER_ACCESS)
     if nics:

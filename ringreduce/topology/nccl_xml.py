@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from xml.parsers import expat
 
 from ringreduce.common.failures import TopologyError
-from ringreduce.topology.classes import between_cpus, some
-from ringreduce.topology.graph import Link, LinkGraph, LinkKind, Node, NodeKind, both_directions, merged
+from ringreduce.topology.classes import Draft, some
+from ringreduce.topology.graph import LinkGraph, LinkKind, Node, NodeKind, both_directions, merged
 from ringreduce.topology.rates import (
     NO_PEER_ACCESS,
     Assumed,
@@ -154,14 +154,12 @@ def _parse(text: str, where: str) -> Element:
     return root.children[0]
 
 
-class _Reader:
+class _Reader(Draft):
     """Walks the tree and collects nodes, links and what had to be assumed."""
 
     def __init__(self, where: str, assume: Assumed) -> None:
+        super().__init__()
         self.where, self.assume = where, assume
-        self.nodes: list[Node] = []
-        self.links: list[Link] = []
-        self.notes: dict[str, None] = {}
         self.gpus: list[_Gpu] = []
         self.cpus: list[tuple[_Above, Element]] = []
         self.ports: list[tuple[str, Rate]] = []
@@ -187,7 +185,7 @@ class _Reader:
             raise _error(self.where, system, f"no GPU is in it: no <pci> has a <gpu> or a GPU's class; {HOW_TO}")
         self.name_gpus()
         self.fabric()
-        self.join_cpus()
+        self.join_cpus_of_hosts()
         self.join_hosts()
 
     def graph(self) -> LinkGraph:
@@ -196,10 +194,7 @@ class _Reader:
             self.note(f"The PCIe speed of {names} is not in it: as the GPU's model has, else 3.0 x16, assumed.")
         order = list(NodeKind)
         nodes = sorted(self.nodes, key=lambda node: (order.index(node.kind), node.host, node.index))
-        return LinkGraph(self.where, tuple(nodes), merged(self.links), tuple(self.notes))
-
-    def note(self, text: str) -> None:
-        self.notes[text] = None
+        return LinkGraph(self.where, tuple(nodes), merged(self.links), tuple(self.assumed))
 
     def add(self, kind: NodeKind, name: str, index: int, above: _Above, detail: str = "") -> str:
         """A new node, with its host before the name if there are several, and marked if the name is taken."""
@@ -215,9 +210,6 @@ class _Reader:
         """A new node with the next number of its kind."""
         at = self.count[kind, above.host]
         return self.add(kind, name or f"{_PREFIX[kind]}{at}", at, above, detail)
-
-    def join(self, one: str, other: str, kind: LinkKind, rate: Rate) -> None:
-        self.links += both_directions(one, other, kind, rate.gbps, source=rate.source)
 
     # The PCIe tree.
 
@@ -410,8 +402,7 @@ class _Reader:
                 f"there is {bond.kind.value} in it, which --gpu {self.assume.gpu} does not have; name the right model"
             )
             raise _error(self.where, bond.element, what)
-        if rate.assumed:
-            self.note(rate.assumed)
+        self.note(rate.assumed)
         return rate
 
     def leave_slot(self, gpu: str, cpu: str) -> None:
@@ -432,16 +423,13 @@ class _Reader:
 
     # Between CPUs, and between hosts.
 
-    def join_cpus(self) -> None:
+    def join_cpus_of_hosts(self) -> None:
         for host in range(len(self.hosts)):
             here = {above.node: above.numa for above, _ in self.cpus if above.host == host}
             cpu = next(cpu for above, cpu in self.cpus if above.host == host)
             family, number = _whole(cpu.get("familyid")), _whole(cpu.get("modelid"))
             between = smp(self.assume, cpu.get("vendor"), family or 0, number or 0, cpu.get("arch"))
-            for one, other, rate in between_cpus(here, between):
-                self.join(one, other, LinkKind.SMP, rate)
-                if rate.assumed:
-                    self.note(rate.assumed)
+            self.join_cpus(here, between)
 
     def join_hosts(self) -> None:
         if len(self.hosts) > 1 and self.ports:

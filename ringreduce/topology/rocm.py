@@ -109,7 +109,6 @@ def read_rocm(text: str, where: str, assume: Assumed) -> LinkGraph:
         for at, detail in zip(indices, details, strict=True)
     ]
     tree = pcie_tree(devices, {}, smp(assume))
-    notes += dict.fromkeys(device.slot.assumed for device in devices if device.slot.assumed)
     links = [
         link
         for one, other in linked

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import torch
 
 from ringreduce import _C
+from ringreduce.common.checks import shown
 from ringreduce.coordination.wait import Found, Reminder, at_first
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, ServerLost, SystemFailure, UpdateFailed
 from ringreduce.parameter_server.arguments import Timeout, check_average, check_key, check_wire, readable, seconds
-from ringreduce.parameter_server.checks import shown
 from ringreduce.parameter_server.client.keys import Key, Part, parts_of_table
 from ringreduce.parameter_server.client.questions import Questions
 from ringreduce.parameter_server.entry import Entry

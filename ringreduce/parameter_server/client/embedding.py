@@ -15,9 +15,9 @@ from torch.nn import functional
 
 from ringreduce import _C
 from ringreduce._C import ParameterCall, ParameterClient, ParameterRows
+from ringreduce.common.checks import check_is, shown, whole
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, RingReduceError
 from ringreduce.parameter_server.arguments import Timeout, check_priority, check_rule, check_weight
-from ringreduce.parameter_server.checks import check_is, shown, whole
 from ringreduce.parameter_server.client.calls import Calls
 from ringreduce.parameter_server.client.key_value import KeyValue
 from ringreduce.parameter_server.client.keys import parts_of_table

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from ringreduce import _C
+from ringreduce.common.checks import check_bool, shown
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, ServerLost
 from ringreduce.parameter_server.arguments import Timeout, check_key, check_rule, path_of
-from ringreduce.parameter_server.checks import check_bool, shown
 from ringreduce.parameter_server.client import pending, restoring
 from ringreduce.parameter_server.client.calls import Calls
 from ringreduce.parameter_server.client.keys import Array

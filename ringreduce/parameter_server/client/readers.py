@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from ringreduce import _C
+from ringreduce.common.checks import check_is, check_text, whole
 from ringreduce.errors import InvalidArgument
 from ringreduce.parameter_server.arguments import Timeout
-from ringreduce.parameter_server.checks import check_is, check_text, whole
 from ringreduce.parameter_server.client.calls import Calls
 
 

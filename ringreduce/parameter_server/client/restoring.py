@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 from ringreduce import _C
+from ringreduce.common.checks import shown
 from ringreduce.coordination.wait import every, wait_for
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, SystemFailure
 from ringreduce.parameter_server.arguments import Timeout, check_key
-from ringreduce.parameter_server.checks import shown
 from ringreduce.parameter_server.client.calls import Calls
 from ringreduce.parameter_server.safetensors import Reader
 from ringreduce.parameter_server.snapshot_files import INDEX, STEPS, names_of, names_of_block, read

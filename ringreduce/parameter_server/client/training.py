@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ringreduce.common.checks import check_bool, check_is, check_text, number, shown
 from ringreduce.errors import InvalidArgument
 from ringreduce.parameter_server.arguments import check_mode
-from ringreduce.parameter_server.checks import check_bool, check_is, check_text, number, shown
 from ringreduce.parameter_server.client import watching
 from ringreduce.parameter_server.client.key_value import KeyValue
 from ringreduce.parameter_server.client.models import models_of

@@ -1,4 +1,4 @@
-"""Checks of numbers and strings, and how errors show values. `arguments` has the checks that are about calls."""
+"""Checks of arguments that users give, and how errors show values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from numbers import Integral, Real
 from typing import Any
 
-from ringreduce.errors import InvalidArgument
+from ringreduce.common.failures import InvalidArgument
 
 WHOLE, _REAL = (int, Integral), (int, float, Real)
 """Types of numbers. The usual types come first, which makes `isinstance` fast."""
@@ -30,7 +30,7 @@ def number(value: Any) -> float:
 
 def whole(name: str, value: Any, least: int, what: str, most: int = 2**63 - 1) -> int:
     """Returns a whole number from `least` to `most`. `what` says what it must be."""
-    if not isinstance(value, WHOLE) or not least <= int(value) <= most:
+    if isinstance(value, bool) or not isinstance(value, WHOLE) or not least <= int(value) <= most:
         raise InvalidArgument(f"{name} is {shown(value)}; it must be {what}")
     return int(value)
 
