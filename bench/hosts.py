@@ -1,41 +1,36 @@
-"""Collectives of ringreduce between hosts next to Gloo's, in a network of namespaces (tests/net/network.py).
+"""all_reduce between hosts next to Gloo's, and by the dtype on the wire, in namespaces (tests/net/network.py).
 
     python bench/hosts.py --hosts 4 --rate 1gbit --sizes 64M                          a wire's bandwidth
     python bench/hosts.py --hosts 2 --ranks 2 --rate 1gbit --sizes 64M                ranks that share a host
     python bench/hosts.py --hosts 4 --delay 0.005 --sizes 8 1K --collectives all_reduce barrier
-    python bench/hosts.py --hosts 2 --rate 100mbit --delay 0.02 --loss 0.005 --sizes 16M
+    python bench/hosts.py --rate 100mbit --sizes 16M --ways ringreduce bfloat16 int8 int4
 
 Needs root and iproute2. Each of --hosts has --ranks and --interfaces, of a --rate as tc writes it. --delay is in
-seconds from host to host, --loss the share of frames that are lost. In each of --rounds every backend has a turn of
---iterations calls, by default as many as take --batch-time seconds, and of at most --timeout seconds. Direct calls of
-ringreduce by --transport, dist.* with Gloo, which has the first interface only; one CPU thread per rank, in place where
-the collective is. A turn: barrier, an untimed call, timed calls back to back, a call on fresh inputs that is checked.
+seconds from host to host, --loss the share of frames that are lost. --ways are direct calls of ringreduce, those with a
+`wire_dtype`, and dist.* with Gloo, which has the first interface only. With --no-feedback nothing is kept of what
+rounding cuts off. In each of --rounds every way has a turn of as many calls as take --seconds, 3 at least, each after a
+barrier; an untimed one goes before. A turn's time is the median over the calls of the slowest rank's.
 
-    bytes     of the largest buffer of a rank, as in nccl-tests
-    us        of a turn: the median over the timed calls of the slowest rank's; the rounds' median, least and most
-    busbw     nccl-tests' factor over all ranks x bytes / us
-    line      the bytes that must leave a host, for all_reduce over H hosts 2(H-1)/H x bytes, / us, as a share of the
-              goodput of one interface: the better of that before and after the rows
+    us        the rounds' median, least and most
+    wrong     elements that differ from the sum by more than the wire's rounding, on any rank, in the last call of turns
     out/byte  what the host that sent most has sent in a turn / its calls / bytes; with headers, acknowledgements, and
-              the barrier
-    x gloo    Gloo's time over ours in the same round, the rounds' median
+              the barriers
+    line      the bytes that must leave a host, 2(H-1)/H x bytes over H hosts, / us, as a share of the goodput of one
+              interface by iperf3, if there is one: the better of that before and after the rows
+    x gloo, x ringreduce    the time of Gloo, and of float32 on the wire, over that of the row in the same round, the
+              rounds' median
 
 Exit code: 0, 1 if any element was wrong or a rank failed, 2 if the request makes no sense here.
 """
 
 import gc
-import itertools
 import json
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
-import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,180 +38,93 @@ import harness
 import torch
 import torch.distributed as dist
 
-from ringreduce.cli.bench.turns import slowest
-from ringreduce.cli.bench.worker import BITS, Bits, Call, obey, private, times_ns, write_inputs
-
 sys.path[1:1] = [str(harness.ROOT), str(harness.ROOT / "tests")]  # ringreduce, if not installed, and the network
 
 from net.network import Network, unavailable  # noqa: E402
 from net.ranks import Rank, RankFailed, Ranks  # noqa: E402
 
-Backend = Literal["ringreduce", "gloo"]
-Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "barrier"]
-DIVIDED = ("reduce_scatter", "all_gather", "all_to_all")  # their largest buffer has a part for each rank
-LEAST_ITERATIONS = 3  # calls in a turn
-CALLS = itertools.count(1)
+Collective = Literal["all_reduce", "barrier"]
+Way = Literal["ringreduce", "gloo", "bfloat16", "int8", "int4"]
+ROUNDED = {"bfloat16": 2**-8, "int8": 1 / 127, "int4": 1 / 7}
+"""By dtype on the wire: what rounding may change a value by, as a share of the largest one."""
+
+LEAST_CALLS = 3  # in a turn
+PERIOD = 65521  # of the values
 
 
-def least_out(collective: str, hosts: int, ranks: int, size: int) -> float:
-    """Bytes that some host must send: `ranks` of it, whose largest buffers have `size` bytes each."""
-    share = size * (hosts - 1) / hosts
-    return {
-        "all_reduce": 2 * share,
-        "reduce_scatter": share,
-        "all_gather": share,
-        "broadcast": float(size),
-        "all_to_all": ranks * share,
-        "barrier": 0.0,
-    }[collective]
+def serve(me: Rank, feedback: bool) -> None:
+    """Makes the calls of one turn after another, as it is told, until there is none."""
+    import ringreduce
 
+    with me.join(backend="gloo", timeout=harness.TIMEOUT.total_seconds()):
+        ours = dist.new_group(backend="ringreduce", timeout=harness.TIMEOUT)
+        rests = {name: ringreduce.Feedback() if feedback else None for name in ROUNDED}
 
-# ---- in a rank -----------------------------------------------------------------------------------------------------
+        def all_reduce(way: str, tensor: torch.Tensor) -> object:
+            if way == "gloo":
+                return dist.all_reduce(tensor)
+            if way == "ringreduce":
+                return ringreduce.all_reduce(tensor, group=ours)
+            return ringreduce.all_reduce(tensor, group=ours, wire_dtype=way, feedback=rests[way])
 
-
-class Group:
-    """A group of all ranks on one backend, as ringreduce.cli.bench.worker.obey wants it."""
-
-    version = ""
-
-    def __init__(self, name: str, transport: str, timeout: float) -> None:
-        import ringreduce
-
-        options = None if name == "gloo" else ringreduce.Options(transport=transport)
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.group = dist.new_group(backend=name, pg_options=options, timeout=timedelta(seconds=timeout))
-        self.library: Any = dist if name == "gloo" else ringreduce
-
-    def barrier(self) -> None:
-        self.library.barrier(group=self.group)
-
-    def empty(self, count: int, dtype: str) -> Bits:
-        return private(count, dtype)
-
-    def call(self, collective: str, dtype: str, source: Bits, output: Bits) -> Call:
-        a, b = (torch.from_numpy(bits.view("u1")).view(harness.DTYPES[dtype]) for bits in (source, output))
-        library, group = self.library, self.group
-        calls: dict[str, Call] = {
-            "all_reduce": lambda: library.all_reduce(a, group=group),
-            "reduce_scatter": lambda: library.reduce_scatter_tensor(b, a, group=group),
-            "all_gather": lambda: library.all_gather_into_tensor(b, a, group=group),
-            "broadcast": lambda: library.broadcast(a, 0, group=group),
-            "all_to_all": lambda: library.all_to_all_single(b, a, group=group),
-        }
-        return calls[collective]
-
-
-def serve(me: Rank, backends: Sequence[str], transport: str, timeout: float) -> None:
-    """Obeys orders until there is none."""
-    with me.join(backend="gloo", timeout=timeout):
-        groups = {name: Group(name, transport, timeout) for name in backends}
         me.report(None)
         gc.disable()
         while order := me.hear():
-            answer = time_barrier if order["collective"] == "barrier" else obey
-            me.report(answer(groups[order["backend"]], order))
+            way, count, calls = order
+            values = torch.arange(count).add_(me.rank).remainder_(PERIOD).float()
+            tensor, times = torch.empty_like(values), []
+            for _ in range(1 + calls):
+                tensor.copy_(values)
+                ringreduce.barrier(ours)
+                begin = time.perf_counter()
+                if count:
+                    all_reduce(way, tensor)
+                else:
+                    dist.barrier() if way == "gloo" else ringreduce.barrier(ours)
+                times.append(time.perf_counter() - begin)
+            me.report((times[1:], wrong(tensor, me.size, ROUNDED.get(way, 0.0))))
 
 
-def time_barrier(group: Group, order: dict[str, Any]) -> dict[str, Any]:
-    """As ringreduce.cli.bench.worker.obey does, of calls without data."""
-    return {"times_ns": times_ns(group, group.barrier, order["iterations"]), "wrong": 0}
-
-
-# ---- outside -------------------------------------------------------------------------------------------------------
+def wrong(tensor: torch.Tensor, ranks: int, rounding: float) -> int:
+    """Elements that are not the sum; each rank rounds its own, what it passes on, and what feedback adds."""
+    expected = sum(torch.arange(len(tensor)).add_(rank).remainder_(PERIOD).float() for rank in range(ranks))
+    return int(((tensor - expected).abs() > 2 * ranks * rounding * PERIOD).sum())
 
 
 def rows_of(
-    network: Network,
-    ranks: Ranks,
-    shape: tuple[str, int, int, int],
-    backends: Sequence[str],
-    rounds: int,
-    iterations: int,
-    batch_time: float,
-    order: dict[str, Any],
+    turn: Callable[[str, int], tuple[float, float, int]], ways: Sequence[str], rounds: int, seconds: float
 ) -> Iterator[dict[str, Any]]:
-    """A row of each backend, without what depends on the goodput."""
-    collective, hosts, per_host, size = shape
-    factor = (hosts * per_host - 1) / (hosts * per_host) * (2 if collective == "all_reduce" else 1)
-    rows: dict[str, dict[str, Any]] = {
-        name: {"collective": collective, "bytes": size, "backend": name, "wrong": 0, "times_us": [], "bytes_out": []}
-        for name in backends
-    }
-
-    def turn(name: str, calls: int) -> float:
-        """Its time in us, which is noted in the row."""
-        before = [network.bytes_out(host) for host in range(hosts)]
-        ranks.tell({**order, "backend": name, "iterations": calls, "call": next(CALLS)})
-        answers = ranks.reports()
-        sent = max(network.bytes_out(host) - start for host, start in enumerate(before))
-        rows[name]["times_us"].append(slowest(answers))
-        rows[name]["bytes_out"].append(sent / (calls + 2))
-        rows[name]["wrong"] += sum(answer["wrong"] for answer in answers)
-        return float(rows[name]["times_us"][-1])
-
-    calls = {}
-    for name in backends:
-        fitting = int(batch_time * 1e6 / turn(name, iterations or LEAST_ITERATIONS))
-        calls[name] = iterations or max(LEAST_ITERATIONS, fitting)
-        rows[name] |= {"times_us": [], "bytes_out": []}  # the first turn is not counted
+    """A row of each way, without what depends on the collective. `turn` gives a time in us, bytes and wrong elements."""
+    calls = {way: max(LEAST_CALLS, int(seconds * 1e6 / turn(way, LEAST_CALLS)[0])) for way in ways}
+    turns: dict[str, list[tuple[float, float, int]]] = {way: [] for way in ways}
     for number in range(rounds):
-        for name in backends if number % 2 else backends[::-1]:
-            turn(name, calls[name])
-    for name, row in rows.items():
-        times = row["times_us"]
-        row |= {"us": statistics.median(times), "least": min(times), "most": max(times)}
-        if size:
-            row["busbw, GB/s"] = (1.0 if collective == "broadcast" else factor) * size / row["us"] / 1e3
-            row["line"] = least_out(*shape) / row["us"] * 1e6  # of bytes a second
-            row["out/byte"] = statistics.median(row["bytes_out"]) / size
-        if name != "gloo" and "gloo" in rows:
-            pairs = zip(rows["gloo"]["times_us"], times, strict=True)
-            row["x gloo"] = statistics.median(gloo / ours for gloo, ours in pairs)
+        for way in ways if number % 2 else ways[::-1]:
+            turns[way].append(turn(way, calls[way]))
+    for way in ways:
+        times, sent, differ = (list(each) for each in zip(*turns[way], strict=True))
+        row = {"way": way, "us": statistics.median(times), "least": min(times), "most": max(times)}
+        row |= {"wrong": sum(differ), "times_us": times, "sent": statistics.median(sent)}
+        for other in ("gloo", "ringreduce"):
+            if other in ways and way not in ("gloo", other):
+                both = zip(turns[other], times, strict=True)
+                row[f"x {other}"] = statistics.median(theirs / mine for (theirs, *_), mine in both)
         yield row
 
 
-def goodput(network: Network, seconds: float = 2.0) -> float:
-    """Bytes per second from host 0 to host 1 by one TCP connection, its first second left out."""
+def goodput(network: Network) -> float:
+    """Bytes a second from host 0 to host 1 by one TCP connection, its first second left out; 0 without iperf3."""
     if not shutil.which("iperf3"):
-        return network.call(0, _stream, network, seconds)
+        return 0.0
     pipe: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
     server = network.popen(1, ["iperf3", "--server", "--one-off", "--forceflush"], **pipe)
     assert server.stdout
     while "listening" not in (line := server.stdout.readline()):
         if not line:
             raise OSError("iperf3 --server has ended")
-    client = ["iperf3", "--client", network.address(1), "--omit", "1", "--time", f"{seconds:.0f}", "--json"]
+    client = ["iperf3", "--client", network.address(1), "--omit", "1", "--time", "2", "--json"]
     report = json.loads(network.popen(0, client, **pipe).communicate()[0])
     server.communicate()
     return float(report["end"]["sum_received"]["bits_per_second"]) / 8
-
-
-def _stream(network: Network, seconds: float) -> float:
-    """The same by sockets of Python; called on host 0."""
-    listener = network.call(1, socket.create_server, (network.address(1), 0))
-    stop = threading.Event()
-    with socket.create_connection(listener.getsockname()) as out, listener, listener.accept()[0] as into:
-
-        def send() -> None:
-            while not stop.is_set():
-                out.sendall(bytes(1 << 17))
-            out.shutdown(socket.SHUT_WR)
-
-        def receive_until(end: float) -> int:
-            count = 0
-            while time.monotonic() < end:
-                count += len(into.recv(1 << 20))
-            return count
-
-        sender = threading.Thread(target=send)
-        sender.start()
-        receive_until(start := time.monotonic() + 1)
-        received = receive_until(start + seconds)
-        stop.set()
-        while into.recv(1 << 20):
-            pass
-        sender.join()
-    return received / seconds
 
 
 def hosts(
@@ -228,44 +136,46 @@ def hosts(
     interfaces: int = 1,
     collectives: tuple[Collective, ...] = ("all_reduce",),
     sizes: tuple[harness.Bytes, ...] = (8, 1 << 10, 64 << 20),
-    backends: tuple[Backend, ...] = ("ringreduce", "gloo"),
-    transport: str = "auto",
-    dtype: Literal["float32", "bfloat16"] = "float32",
+    ways: tuple[Way, ...] = ("ringreduce", "gloo"),
+    no_feedback: bool = False,
     rounds: int = 5,
-    iterations: int = 0,
-    batch_time: float = 0.3,
-    timeout: float = 120.0,
+    seconds: float = 0.3,
 ) -> Iterator[dict[str, Any]]:
-    if hosts < 2 or min(ranks, interfaces, rounds) < 1 or batch_time <= 0 or timeout <= 0:
-        raise harness.CannotRun("need 2 --hosts or more, 1 of --ranks, --interfaces and --rounds, and times above 0")
-    if min(sizes) < BITS[dtype].itemsize:
-        raise harness.CannotRun(f"need --sizes of at least {BITS[dtype].itemsize}, an element of {dtype}")
+    if hosts < 2 or min(ranks, interfaces, rounds) < 1 or seconds <= 0 or min(sizes) < 4:
+        raise harness.CannotRun("need 2 --hosts, 1 of --ranks, --interfaces and --rounds, and --sizes of 4 B, or more")
     if reason := unavailable():
         raise harness.CannotRun(reason)
     found = []
-    with tempfile.TemporaryDirectory() as folder, Network(hosts, rate or None, delay, loss, interfaces) as network:
-        inputs = write_inputs(Path(folder), dtype, hosts * ranks)
+    with Network(hosts, rate or None, delay, loss, interfaces) as network:
         goodputs = [goodput(network)]
-        with Ranks(network, ranks, serve, backends, transport, timeout, timeout=timeout) as all_ranks:
+        with Ranks(network, ranks, serve, not no_feedback, timeout=harness.TIMEOUT.total_seconds()) as all_ranks:
+
+            def turn(size: int, way: str, calls: int) -> tuple[float, float, int]:
+                before = [network.bytes_out(host) for host in range(hosts)]
+                all_ranks.tell((way, size // 4, calls))
+                times, differ = zip(*all_ranks.reports(), strict=True)
+                sent = max(network.bytes_out(host) - start for host, start in enumerate(before))
+                slowest = statistics.median(map(max, zip(*times, strict=True)))
+                return 1e6 * slowest, sent / (1 + calls), sum(differ)
+
             try:
                 all_ranks.reports()
                 for collective in collectives:
-                    part = BITS[dtype].itemsize * (hosts * ranks if collective in DIVIDED else 1)
-                    for wanted in sizes if collective != "barrier" else (0,):
-                        size = -(-wanted // part) * part  # one that can be divided
-                        order = {"collective": collective, "dtype": dtype, "bytes": size, "inputs": str(inputs)}
-                        shape = collective, hosts, ranks, size
-                        found += rows_of(network, all_ranks, shape, backends, rounds, iterations, batch_time, order)
-                        print(f"{collective}, {harness.format_bytes(size)}: done", file=sys.stderr, flush=True)
+                    for size in sizes if collective == "all_reduce" else (0,):
+                        only = ways if size else [way for way in ways if way not in ROUNDED]
+                        for row in rows_of(lambda *what, size=size: turn(size, *what), only, rounds, seconds):
+                            found.append({"collective": collective, "bytes": size, **row})
             except RankFailed as error:
                 yield {"note": str(error)}
         goodputs.append(goodput(network))
     congestion = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
-    by = "iperf3" if shutil.which("iperf3") else "sockets of Python"
-    yield {"header": {"network": network.carrier, "TCP": congestion, "goodput": goodputs, "by": by}}
+    yield {"header": {"network": network.carrier, "TCP": congestion, "goodput": goodputs}}
     for row in found:
-        if "line" in row:
-            row["line"] /= max(goodputs)
+        sent, size = row.pop("sent"), row["bytes"]
+        if size:
+            row["out/byte"] = sent / size
+        if size and max(goodputs):
+            row["line"] = 2 * size * (hosts - 1) / hosts / row["us"] * 1e6 / max(goodputs)
         yield row
 
 
