@@ -24,7 +24,6 @@ STYLES = {
     "bidirectional_ring": ("ring x2", "#56B4E9", "v"),
     "tree": ("tree", "#009E73", "^"),
     "gloo": ("Gloo", "#999999", "X"),
-    "nccl": ("NCCL", "#CC79A7", "P"),
 }
 
 LOOK: dict[Any, Any] = {
@@ -35,41 +34,42 @@ LOOK: dict[Any, Any] = {
     "grid.color": "#E6E6E6",
     "axes.axisbelow": True,
 }
+PANELS = {"busbw": ("bus bandwidth (GB/s)", "{:g}"), "speedup": ("speed-up against Gloo", "{:g}x")}
+"""By column of the report: the axis's label, and how its numbers are written."""
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
     """Write the picture of `report`, the JSON of ring_vs_tree.py, to `path`; its suffix chooses the format."""
-    header, rows = report["header"], report["rows"]
+    rows = report["rows"]
     counts = sorted({row["ranks"] for row in rows})
-    present = [name for name in STYLES if any(row["variant"] == name for row in rows)]
-    baseline = header["baseline"] if header["baseline"] in present else None
+    panels = [column for column in PANELS if column in rows[0]]
     with mpl.rc_context(LOOK):
-        width, height = max(7.5, 5.2 * len(counts)), 5.0 if baseline is None else 8.0  # inches
-        figure = Figure(figsize=(width, height), layout="constrained")
-        grid = figure.subplots(1 if baseline is None else 2, len(counts), sharex=True, sharey="row", squeeze=False)
+        width = max(7.5, 5.2 * len(counts))  # inches
+        figure = Figure(figsize=(width, 2 + 3 * len(panels)), layout="constrained")
+        grid = figure.subplots(len(panels), len(counts), sharex=True, sharey="row", squeeze=False)
         for column, ranks in enumerate(counts):
-            for name in present:
-                points = [row for row in rows if row["ranks"] == ranks and row["variant"] == name]
-                line(grid[0, column], name, points, [row["busbw"] for row in points])
-                if baseline:
-                    line(grid[1, column], name, points, [row["speedup"] for row in points])
+            for axes, what in zip(grid[:, column], panels, strict=True):
+                for name in STYLES:
+                    line(axes, name, [row for row in rows if row["ranks"] == ranks and row["variant"] == name], what)
             grid[0, column].set_title(f"{ranks} ranks", fontweight="bold")
             grid[-1, column].set_xlabel("size of the tensor")
             bytes_axis(grid[-1, column], [row["bytes"] for row in rows])
-        grid[0, 0].set_ylabel("bus bandwidth (GB/s)")
-        plain_numbers(grid[0, 0], "{:g}")
-        if baseline:
-            grid[1, 0].set_ylabel(f"speed-up against {STYLES[baseline][0]}")
-            plain_numbers(grid[1, 0], "{:g}x")
+        for axes, what in zip(grid[:, 0], panels, strict=True):
+            label, form = PANELS[what]
+            axes.set_ylabel(label)
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _, form=form: form.format(value)))
+            axes.yaxis.set_minor_formatter(LogFormatter())
         handles, labels = grid[0, 0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=len(present), frameon=False)
-        figure.supxlabel(caption(header, int(16 * width)), fontsize=8, color="#555555", x=0.01, ha="left")
+        figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
+        figure.supxlabel(caption(report["header"], int(16 * width)), fontsize=8, color="#555555", x=0.01, ha="left")
         figure.savefig(path, dpi=150)
 
 
-def line(axes: Axes, name: str, points: list[dict[str, Any]], values: list[float]) -> None:
+def line(axes: Axes, name: str, points: list[dict[str, Any]], column: str) -> None:
     label, colour, marker = STYLES[name]
-    sizes = [row["bytes"] for row in points]
+    if not points:
+        return
+    sizes, values = [row["bytes"] for row in points], [row[column] for row in points]
     if name == "auto":  # a broad band, so that the algorithm it chose is seen on top of it
         axes.loglog(sizes, values, label=label, color=colour, alpha=0.7, linewidth=9, solid_capstyle="round", zorder=1)
     else:
@@ -85,21 +85,13 @@ def bytes_axis(axes: Axes, sizes: list[int]) -> None:
     axes.tick_params(axis="x", rotation=40)
 
 
-def plain_numbers(axes: Axes, form: str) -> None:
-    """0.01, 0.1, 1 instead of powers of ten."""
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: form.format(value)))
-    axes.yaxis.set_minor_formatter(LogFormatter())
-
-
 def caption(header: dict[str, Any], width: int) -> str:
     """What, where and when, in lines of `width` letters."""
     machine = header["machine"]
-    where = machine["gpus"][0] if header["device"] == "cuda" else f"{machine['cpu']}, {machine['cores']} cores"
-    hosts = "" if header["hosts"] == 1 else f", {header['hosts']} hosts"
     versions = ", ".join(f"{name} {version}" for name, version in header["versions"].items())
-    what = f"all_reduce, {header['dtype']} {header['op']}, in place, through torch.distributed"
     text = (
-        f"{what}. {where}{hosts}, {machine['kernel']}. {versions}. {header['date']}.\n"
+        "all_reduce, float32 sum, in place, through torch.distributed. "
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['kernel']}. {versions}. {header['date']}.\n"
         "Bus bandwidth is 2(n-1)/n x size / mean time on the slowest rank, GB = 1e9 bytes; speed-up is of median times."
     )
     return "\n".join(textwrap.fill(paragraph, width) for paragraph in text.splitlines())
