@@ -40,27 +40,11 @@ Call = Callable[[], object]
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT = timedelta(seconds=120)  # of every group; a rank that waits longer is stuck, as no collective here takes 5 s
 
-DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, name)
-    for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8")
-}
-
-# Each operation as c10d names it, and what it does to two ranks' values; avg divides the sum afterwards.
-OPS: dict[str, tuple[dist.ReduceOp.RedOpType, Callable[[Tensor, Tensor], Tensor]]] = {
-    "sum": (dist.ReduceOp.SUM, torch.add),
-    "avg": (dist.ReduceOp.AVG, torch.add),
-    "product": (dist.ReduceOp.PRODUCT, torch.mul),
-    "min": (dist.ReduceOp.MIN, torch.minimum),
-    "max": (dist.ReduceOp.MAX, torch.maximum),
-    "band": (dist.ReduceOp.BAND, torch.bitwise_and),
-    "bor": (dist.ReduceOp.BOR, torch.bitwise_or),
-    "bxor": (dist.ReduceOp.BXOR, torch.bitwise_xor),
-}
-
 
 def start_ranks(ranks: int, measure: Callable[..., Found], *args: object) -> Found:
-    """Run `measure(*args)` in `ranks` new processes, as `become_rank` does, and return what it returned on rank 0.
+    """Run `measure(*args)` in `ranks` new processes and return what it returned on rank 0.
 
+    They have one CPU thread each, and the default process group, which is Gloo's and never timed.
     If one fails, all end, and this process with them: the reason on stderr, exit status 1.
     """
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -74,22 +58,12 @@ def start_ranks(ranks: int, measure: Callable[..., Found], *args: object) -> Fou
 
 def _run_rank(rank: int, ranks: int, port: int, measure: Callable[..., object], args: tuple[object, ...]) -> None:
     store = dist.TCPStore("localhost", port)
-    found = become_rank(measure, *args, store=store, rank=rank, world_size=ranks)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=TIMEOUT, store=store, rank=rank, world_size=ranks)
+    found = measure(*args)
+    dist.destroy_process_group()
     if rank == 0:
         store.set("found", pickle.dumps(found))
-
-
-def become_rank(measure: Callable[..., Found], *args: object, **meeting: Any) -> Found:
-    """`measure(*args)` with one CPU thread and the default process group, which is Gloo's and never timed.
-
-    `meeting` goes to init_process_group: empty under torchrun, whose environment says how to meet.
-    """
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=TIMEOUT, **meeting)
-    try:
-        return measure(*args)
-    finally:
-        dist.destroy_process_group()
 
 
 def forked(body: Callable[..., object], *args: object) -> tuple[ForkProcess, Connection]:
@@ -284,8 +258,6 @@ def report(benchmark: str, rows: Iterable[Mapping[str, Any]], path: Path | None 
     from rich.console import Console
     from rich.table import Table
 
-    if os.environ.get("RANK", "0") != "0":  # under torchrun the first rank reports for all
-        return int(any(row.get("wrong") for row in rows))
     header, found, notes = origin(benchmark), [], []
     print(*format_origin(header), sep="\n", flush=True)
     for row in rows:
@@ -349,11 +321,7 @@ def format_origin(header: Mapping[str, Any]) -> list[str]:
 def command() -> str:
     """The command line that started this run, to be pasted again."""
     module = sys.modules["__main__"].__spec__  # of `python -m`
-    script = shlex.join(["-m", module.name.removesuffix(".__main__"), *sys.argv[1:]] if module else sys.argv)
-    if "LOCAL_WORLD_SIZE" not in os.environ:
-        return f"python {script}"
-    hosts, ranks = os.environ.get("GROUP_WORLD_SIZE", "1"), os.environ["LOCAL_WORLD_SIZE"]
-    return f"torchrun --nnodes={hosts} --nproc-per-node={ranks} {script}"
+    return "python " + shlex.join(["-m", module.name.removesuffix(".__main__"), *sys.argv[1:]] if module else sys.argv)
 
 
 def machine() -> dict[str, object]:
@@ -411,27 +379,3 @@ def format_bytes(size: int) -> str:
     """The short form that `parse_bytes` reads, with a unit: "8 B", "4 KiB", "64 MiB"."""
     power = min(int(math.log2(size)) // 10, 3) if size else 0
     return f"{size / 1024**power:g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
-
-
-def sizes(first: int, last: int, factor: int, itemsize: int) -> Iterator[int]:
-    """`first`, `first` x `factor`, ... and `last`, in whole elements."""
-    size = first
-    while size < last:
-        yield size // itemsize * itemsize
-        size *= factor
-    yield last // itemsize * itemsize
-
-
-class Progress:
-    """One line per finished step on stderr, if `shown`."""
-
-    def __init__(self, title: str, steps: int, shown: bool) -> None:
-        self.title, self.steps, self.shown = title, steps, shown
-        self._done, self._start = 0, time.monotonic()
-
-    def advance(self, step: str) -> None:
-        """Note that `step` is done."""
-        self._done += 1
-        if self.shown:
-            since = f"{time.monotonic() - self._start:.0f} s"
-            print(f"{self.title}: {step} done ({self._done}/{self.steps}, {since})", file=sys.stderr, flush=True)

@@ -94,7 +94,7 @@ def wrong(tensor: torch.Tensor, ranks: int, rounding: float) -> int:
 def rows_of(
     turn: Callable[[str, int], tuple[float, float, int]], ways: Sequence[str], rounds: int, seconds: float
 ) -> Iterator[dict[str, Any]]:
-    """A row of each way, without what depends on the collective. `turn` gives a time in us, bytes and wrong elements."""
+    """A row of each way, without what depends on the collective. `turn` gives us, bytes and wrong elements."""
     calls = {way: max(LEAST_CALLS, int(seconds * 1e6 / turn(way, LEAST_CALLS)[0])) for way in ways}
     turns: dict[str, list[tuple[float, float, int]]] = {way: [] for way in ways}
     for number in range(rounds):

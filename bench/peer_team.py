@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import harness
-
 from ringreduce.cli.bench.team import BackendFailed
 
 FOLDER = Path(__file__).resolve().parent
@@ -105,11 +103,9 @@ def compiler_call(venv: Path, library: Path) -> list[str | Path]:
 def install_all(names: Sequence[str]) -> dict[str, str]:
     """Install each of `names`; those that failed, with the reason."""
     failed = {}
-    progress = harness.Progress("setup", len(names), shown=bool(names))
     for name in names:
         try:
             install(name)
         except BackendFailed as error:
             failed[name] = str(error)
-        progress.advance(name)
     return failed

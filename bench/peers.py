@@ -2,18 +2,19 @@
 
     python bench/peers.py --setup-only                        install the MPI libraries beside this file, once
     python bench/peers.py --json peers.json                   everything: 2 to 16 ranks, 8 B to 256 MB; takes hours
-    python bench/peers.py --ranks 2 --collectives all_reduce --sizes 64 32K 1M 64M --zero-copy
+    python bench/peers.py --ranks 2 --collectives all_reduce --sizes 64 32K 1M 64M --backends ringreduce-shared impi
 
 Every backend is a team of processes (peer_team.py) that lives through all rows of a rank count and sleeps on a socket
 while another team measures. dist.* and direct calls on torch tensors, mpi4py on NumPy arrays, one CPU thread per rank;
 all memory is NumPy's, so it has huge pages where the kernel gives them on request. all_reduce and broadcast work in
-place. --sizes replaces the sizes from --min-bytes to --max-bytes, each --factor times the one before; --zero-copy adds
-ringreduce-shared, on tensors of ringreduce.empty. A batch: barrier, an untimed call, --batch-time seconds of timed
-calls back to back, 3 at least; its figure is the median over the calls of the slowest rank's time. Teams take turns,
-batch by batch, row by row, round by round; a row's figure is the median of --rounds.
+place. A batch: barrier, an untimed call, --batch-time seconds of timed calls back to back, 3 at least; its figure is
+the median over the calls of the slowest rank's time. Teams take turns, batch by batch, row by row, round by round; a
+row's figure is the median of --rounds.
 
     bytes    the largest buffer of a rank, as in nccl-tests: all_gather's output, reduce_scatter's input or the tensor
-    NAME     of a backend: microseconds. ringreduce is the direct call, ringreduce-dist that of torch.distributed
+    NAME     of a backend: microseconds. ringreduce is the direct call, ringreduce-dist that of torch.distributed,
+             ringreduce-shared the direct one on tensors of ringreduce.empty, and ringreduce-allocated on those of
+             torch.empty after ringreduce.share_allocations()
     x best   the best peer's median over that of the first of ours. x gloo: the same of Gloo
     limit    reading each input byte once and writing each output byte once, at the rate at which min(ranks, cores)
              processes copy private buffers of the row's size at the same time, in the same round, by the faster kind of
@@ -51,7 +52,7 @@ from peer_team import COPIES, MPIS, install_all, start_of
 from ringreduce.cli.bench import turns
 from ringreduce.cli.bench.team import BackendFailed, Team
 from ringreduce.cli.bench.turns import free_memory, take_turns
-from ringreduce.cli.bench.worker import BITS, Layout, write_inputs
+from ringreduce.cli.bench.worker import Layout, write_inputs
 
 Block = NDArray[np.uint64]
 BLOCKS = {"256 KiB": 1 << 18, "4 MiB": 1 << 22}
@@ -64,19 +65,16 @@ COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 DIVIDED = ("reduce_scatter", "all_gather", "all_to_all")  # their largest buffer has a part for each rank
 
 
-OURS = {
-    "ringreduce": "ringreduce.all_reduce(tensor) etc., the direct call",
-    "ringreduce-dist": "dist.all_reduce(tensor) etc. with backend ringreduce",
-    "ringreduce-shared": "the direct call on tensors of ringreduce.empty",
-    "ringreduce-allocated": "the direct call on tensors of torch.empty, after ringreduce.share_allocations()",
-}
 PEERS = ("gloo", *MPIS)
 LEAST_LIMIT = 32 << 10  # bytes; a smaller copy takes less time than calling it, so it limits nothing
 
+DTYPE = "float32"
 LEAST_ITERATIONS = 3  # calls in a batch
+TIMEOUT = 120.0  # seconds; a team that takes longer is ended
 CALLS = itertools.count(1)
 
 Ours = Literal["ringreduce", "ringreduce-dist", "ringreduce-shared", "ringreduce-allocated"]
+OURS: tuple[Ours, ...] = get_args(Ours)
 Backend = Literal[Ours, "gloo", "openmpi", "mpich", "impi", "oneccl"]
 DEFAULT: tuple[Backend, ...] = ("ringreduce", "ringreduce-dist", "gloo", "openmpi", "mpich", "impi")
 
@@ -117,10 +115,10 @@ def copy_rate(answers: Sequence[dict[str, Any]], size: int) -> float:
     return sum(2 * size / float(statistics.median(answer["times_ns"])) for answer in answers)
 
 
-def make_row(tally: Tally, dtype: str, cases: Sequence[str]) -> dict[str, Any]:
+def make_row(tally: Tally, cases: Sequence[str]) -> dict[str, Any]:
     """The row of what its rounds found."""
     layout, size, us = tally.layout, tally.size, tally.median_us
-    row: dict[str, Any] = {"collective": layout.collective, "ranks": layout.ranks, "bytes": size, "dtype": dtype, **us}
+    row: dict[str, Any] = {"collective": layout.collective, "ranks": layout.ranks, "bytes": size, **us}
     if cases:
         row["shared"] = f"{cases.count(SHARED)} of {len(cases)}"
     ours = us.get(next((name for name in OURS if name in us), ""))
@@ -137,28 +135,25 @@ def make_row(tally: Tally, dtype: str, cases: Sequence[str]) -> dict[str, Any]:
     return row | {"times_us": tally.times_us, "means_us": tally.means_us, "cases": list(cases)}
 
 
-def layouts(collective: str, ranks: int, sizes: Sequence[int], dtype: str) -> list[Layout]:
+def layouts(collective: str, ranks: int, sizes: Sequence[int]) -> list[Layout]:
     """The rows of a table: `sizes` in whole elements, and where a buffer is divided, rounded up to equal parts."""
     unit = ranks if collective in DIVIDED else 1
-    counts = dict.fromkeys(-(-size // BITS[dtype].itemsize // unit) * unit for size in sizes)
+    counts = dict.fromkeys(-(-size // 4 // unit) * unit for size in sizes)
     return [Layout(collective, ranks, count) for count in counts]
 
 
 def open_teams(
-    backends: Sequence[str], ranks: int, folder: Path, timeout: float, stack: contextlib.ExitStack, notes: list[str]
+    backends: Sequence[str], ranks: int, folder: Path, stack: contextlib.ExitStack, notes: list[str]
 ) -> list[Team]:
     """The backends' teams and those that copy, without the ones that failed."""
     teams: list[Team] = []
-    names = [*backends, *COPIES]
-    progress = harness.Progress(f"{ranks} ranks", len(names), shown=True)
-    for name in names:
+    for name in (*backends, *COPIES):
         size = min(ranks, len(os.sched_getaffinity(0))) if name in COPIES else ranks
         try:
-            teams.append(Team(name, size, folder, timeout, *start_of(name, size)))
+            teams.append(Team(name, size, folder, TIMEOUT, *start_of(name, size)))
             stack.callback(teams[-1].close)
         except BackendFailed as error:
             notes.append(str(error))
-        progress.advance(f"start of {name}")
     return teams
 
 
@@ -168,7 +163,6 @@ def measure(
     teams: list[Team],
     inputs: Path,
     sizes: Sequence[int],
-    dtype: str,
     rounds: int,
     batch_time: float,
     notes: list[str],
@@ -178,10 +172,9 @@ def measure(
     A round before the first is not counted: it finds out how many calls fill a batch.
     """
     tallies, cases = [], []
-    itemsize = BITS[dtype].itemsize
-    for layout in layouts(collective, ranks, sizes, dtype):
-        size = layout.count * itemsize
-        needed = ranks * (layout.inputs + (0 if layout.in_place else layout.outputs)) * itemsize
+    for layout in layouts(collective, ranks, sizes):
+        size = layout.count * 4
+        needed = ranks * (layout.inputs + (0 if layout.in_place else layout.outputs)) * 4
         if needed < free_memory():
             tallies.append(Tally(layout=layout, size=size))
         else:
@@ -190,7 +183,7 @@ def measure(
     def order(tally: Tally, team: Team) -> dict[str, Any]:
         return {
             "collective": "copy" if team.name in COPIES else collective,
-            "dtype": dtype,
+            "dtype": DTYPE,
             "bytes": tally.size,
             "call": next(CALLS),
             "inputs": str(inputs),
@@ -205,12 +198,11 @@ def measure(
         batch_time=batch_time,
         least=LEAST_ITERATIONS,
     )
-    progress = harness.Progress(f"{collective}, {ranks} ranks", rounds + 1, shown=True)
     for turn in played:
-        progress.advance(f"round {turn}" if turn else "warm-up")
+        print(f"{collective}, {ranks} ranks: round {turn} of {rounds} done", file=sys.stderr, flush=True)
         if turn < rounds and (found := probe()):
             cases.append(found["case"])
-    yield from (make_row(tally, dtype, cases) for tally in tallies)
+    yield from (make_row(tally, cases) for tally in tallies)
 
 
 def probe() -> dict[str, Any] | None:
@@ -277,64 +269,32 @@ def cache_probe(pipe: Connection) -> None:
     pipe.send({"cores": [reader, writer], "memory": memory, "own_cache": own, "other_core": other, "case": case})
 
 
-def caches() -> list[str]:
-    """What the kernel says of the first core's caches, as "L3 Unified 480M, cores 0-1"; empty if it says nothing."""
-    found = []
-    for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
-        level, kind, size, cores = (
-            (folder / name).read_text().strip() for name in ("level", "type", "size", "shared_cpu_list")
-        )
-        found.append(f"L{level} {kind} {size}, cores {cores}")
-    return found
-
-
-def describe(name: str) -> str:
-    """How a backend is called and what was set for it."""
-    if name not in MPIS:
-        return OURS.get(name, "dist.all_reduce(tensor) etc. with backend gloo")
-    mpi = MPIS[name]
-    return " ".join((*(f"{key}={value}" for key, value in mpi.environment.items()), *mpi.launcher))
-
-
 def peers(
     setup_only: bool = False,
     ranks: tuple[int, ...] = (2, 4, 8, 16),
     collectives: tuple[Collective, ...] = COLLECTIVES,
-    min_bytes: harness.Bytes = 8,
-    max_bytes: harness.Bytes = 256 << 20,
-    factor: int = 8,
-    sizes: tuple[harness.Bytes, ...] = (),
+    sizes: tuple[harness.Bytes, ...] = (*(8 << 3 * step for step in range(9)), 256 << 20),
     backends: tuple[Backend, ...] = DEFAULT,
-    zero_copy: bool = False,
-    dtype: Literal["float32", "bfloat16"] = "float32",
     rounds: int = 5,
     batch_time: float = 0.1,
-    timeout: float = 120.0,
 ) -> Iterator[dict[str, Any]]:
-    itemsize = int(BITS[dtype].itemsize)
-    if min(ranks) < 2 or rounds < 1 or batch_time <= 0 or timeout <= 0:
-        raise harness.CannotRun("need 2 --ranks or more, 1 of --rounds, and times above 0")
-    if max_bytes < min_bytes or factor < 2 or min(sizes or [min_bytes]) < itemsize:
-        raise harness.CannotRun(f"need sizes of at least {itemsize}, --min-bytes <= --max-bytes and --factor >= 2")
-    if dtype != "float32" and set(backends) & set(MPIS) and backends is not DEFAULT:
-        raise harness.CannotRun(f"--backends: MPI has no {dtype}; name only {' '.join([*OURS, 'gloo'])}")
-    wanted = {*backends, *(["ringreduce-shared"] if zero_copy else [])}
-    names = [name for name in (*OURS, *PEERS) if name in wanted and (dtype == "float32" or name not in MPIS)]
+    if min(ranks) < 2 or rounds < 1 or batch_time <= 0 or min(sizes) < 4:
+        raise harness.CannotRun("need 2 --ranks, 1 of --rounds and --sizes of 4 B, or more, and --batch-time above 0")
+    names = [name for name in (*OURS, *PEERS) if name in backends]
     failed = install_all([name for name in names if name in MPIS])
     yield from ({"note": reason} for reason in failed.values())
     if setup_only:
         return
     names = [name for name in names if name not in failed]
-    yield {"header": {"caches": caches(), "probe": probe(), **{name: describe(name) for name in names}}}
-    sizes = sizes or tuple(harness.sizes(min_bytes, max_bytes, factor, itemsize))
+    yield {"header": {"probe": probe()}}
     for count in ranks:
         with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
             folder, notes = Path(name), list[str]()
-            teams = open_teams(names, count, folder, timeout, stack, notes)
+            teams = open_teams(names, count, folder, stack, notes)
             yield {"header": {f"{team.name} is": team.version for team in teams if team.name in MPIS}}
-            inputs = write_inputs(folder, dtype, count)
+            inputs = write_inputs(folder, DTYPE, count)
             for collective in collectives:
-                yield from measure(collective, count, teams, inputs, sizes, dtype, rounds, batch_time, notes)
+                yield from measure(collective, count, teams, inputs, sizes, rounds, batch_time, notes)
             yield from ({"note": note} for note in notes)
 
 

@@ -91,9 +91,10 @@ def ring_vs_tree(
 ) -> Iterator[dict[str, Any]]:
     if min(warmup, rounds) < 1 or min_time <= 0 or min(sizes) < 4:
         raise harness.CannotRun("--warmup and --rounds must be at least 1, --min-time above 0, --sizes 4 B or more")
+    schedule = harness.Schedule(warmup, rounds, min_time)
     for count in ranks:
         print(f"{count} ranks ...", file=sys.stderr, flush=True)
-        yield from harness.start_ranks(count, measure, list(sizes), variants, harness.Schedule(warmup, rounds, min_time))
+        yield from harness.start_ranks(count, measure, list(sizes), variants, schedule)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,12 @@ METHOD = (
     "share: bytes that the plan's steps read and write on all ranks, over what the GPU copies in a second, over us.",
 )
 
+OPS = {
+    **{"sum": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum},
+    **{"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor},
+}
+"""What each operation does to two ranks' values."""
+
 one_at_a_time = threading.Lock()  # for captures, of which a process takes one
 
 
@@ -58,8 +64,8 @@ def every_row(me: threads.ThreadRank) -> tuple[int, int]:
 
     compared = wrong = 0
     for name, dtype in kernels.DTYPES.items():
-        for op, (reduce_op, combine) in harness.OPS.items():
-            if op == "avg" or not ringreduce._C.kernel_supports(name, op):
+        for op, combine in OPS.items():
+            if not ringreduce._C.kernel_supports(name, op):
                 continue
             values = [(torch.arange(1000) % 3 + rank % 2).to(dtype) for rank in range(me.size)]
             wide = [value.to(torch.complex128 if dtype.is_complex else torch.float64) for value in values]
@@ -67,7 +73,7 @@ def every_row(me: threads.ThreadRank) -> tuple[int, int]:
                 wide = values
             expected = functools.reduce(combine, wide).to(dtype)
             x = values[me.rank].cuda()
-            ringreduce.all_reduce(x, reduce_op, group=me.group)
+            ringreduce.all_reduce(x, getattr(dist.ReduceOp, op.upper()), group=me.group)
             compared += 1
             wrong += int((x.cpu().view(torch.uint8) != expected.view(torch.uint8)).sum())
     return compared, wrong

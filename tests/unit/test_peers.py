@@ -35,7 +35,7 @@ def test_least_traffic(collective: str, megabytes: int) -> None:
 
 def test_sizes_are_rounded_up_to_equal_parts_without_repetition() -> None:
     counts = {
-        name: [layout.count for layout in peers.layouts(name, 16, (8, 64, 100), "float32")] for name in COLLECTIVES
+        name: [layout.count for layout in peers.layouts(name, 16, (8, 64, 100))] for name in COLLECTIVES
     }
     assert counts["all_reduce"] == counts["broadcast"] == [2, 16, 25]
     assert counts["all_gather"] == counts["reduce_scatter"] == counts["all_to_all"] == [16, 32]
@@ -53,7 +53,7 @@ def test_row() -> None:
         for name, us in (("memcpy", 50), ("memcpy-nt", 40)):
             tally.add(name, [{"times_ns": [us * 1000], "wrong": 0}] * 2, counted=True)
     tally.add("impi", [{"times_ns": [1], "wrong": 3}, {"times_ns": [1], "wrong": 4}], counted=False)
-    row = peers.make_row(tally, "float32", ["shared cache", "no shared cache", "no shared cache"])
+    row = peers.make_row(tally, ["shared cache", "no shared cache", "no shared cache"])
 
     assert [row[name] for name in ("ringreduce", "gloo", "impi", "mpich")] == [200, 1600, 400, 600]
     assert (row["best peer"], row["x best"], row["x gloo"]) == ("impi", 2, 8)
@@ -65,7 +65,7 @@ def test_row() -> None:
 def test_small_rows_have_no_limit() -> None:
     tally = Tally(layout=Layout("all_reduce", 2, 2), size=8)
     tally.add("memcpy", [{"times_ns": [100], "wrong": 0}], counted=True)
-    assert "limit" not in peers.make_row(tally, "float32", [])
+    assert "limit" not in peers.make_row(tally, [])
 
 
 class Exact:
