@@ -2,9 +2,6 @@
 
     python -m bench.gpu.accumulate --json accumulate.json
 
-Exit code: 0, 1 if an element was wrong, 2 if there is no GPU. Whether a sum reaches BAR is not in the exit code: on a
-device that is busy or slowed it may not.
-
 `--json`: see reports.py. A row has dtype, sources, bytes (of a source), blocks (0: as the engine), and for
 "ringreduce", "copy" and "torch" the median microseconds and GB/s; share is ringreduce's GB/s over copy's.
 """
@@ -12,7 +9,8 @@ device that is busy or slowed it may not.
 import functools
 import itertools
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -35,23 +33,6 @@ METHOD = (
     "Times are of CUDA events around batches of calls; medians over batches, in which all take turns.",
     "Each call is on other memory than the one before; together four times the L2 cache or more.",
 )
-
-
-@dataclass(frozen=True)
-class Row:
-    """One kernel at one size; see the module's docstring. None: torch has no such sum."""
-
-    dtype: str
-    sources: int
-    bytes: int
-    blocks: int
-    median_us: dict[str, float]
-    gbps: dict[str, float]
-    share: float
-    wrong: int
-
-    def judged(self) -> bool:
-        return self.dtype in JUDGED and self.bytes == JUDGED_BYTES and self.blocks == 0
 
 
 @dataclass
@@ -104,7 +85,9 @@ class Buffers:
         return differ
 
 
-def measure(dtype_name: str, sources: int, size: int, blocks: int, repetitions: int, batch_bytes: int) -> Row:
+def measure(
+    dtype_name: str, sources: int, size: int, blocks: int, repetitions: int, batch_bytes: int
+) -> dict[str, Any]:
     dtype = getattr(torch, dtype_name)
     sets = device.rotations((sources + 1) * size)
     buffers = [Buffers.filled(dtype, sources, size // dtype.itemsize) for _ in range(sets)]
@@ -121,16 +104,14 @@ def measure(dtype_name: str, sources: int, size: int, blocks: int, repetitions: 
     median = device.median_us(calls, repetitions, max(2, batch_bytes // size))
     moved = {name: (2 if name == "copy" else sources + 1) * size for name in calls}
     gbps = {name: moved[name] / median[name] / 1e3 for name in calls}
-    share = gbps["ringreduce"] / gbps["copy"]
-    return Row(dtype_name, sources, size, blocks, median, gbps, share, wrong)
+    row = {"dtype": dtype_name, "sources": sources, "bytes": size, "blocks": blocks, "median_us": median, "gbps": gbps}
+    return {**row, "share": gbps["ringreduce"] / gbps["copy"], "wrong": wrong}
 
 
 def main() -> int:
     parser = reports.parser(__doc__)
     option = parser.add_argument
     option("--sizes", type=harness.parse_bytes, nargs="+", default=[JUDGED_BYTES, 64 << 20, 16 << 20], metavar="SIZE")
-    option("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, metavar="NAME")
-    option("--sources", type=int, nargs="+", default=SOURCES, help="(default 2 4)")
     option("--blocks", type=int, nargs="+", metavar="N", help="thread blocks; 0: as the engine (default: 0; then "
            "float32 and bfloat16 with 1 to 8 for each multiprocessor)")  # fmt: skip
     option("--repetitions", type=int, default=15, help="batches of each call (default 15)")
@@ -140,16 +121,14 @@ def main() -> int:
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     sweep = [] if args.blocks else [each * multiprocessors for each in (1, 2, 3, 4, 6, 8)]
     cells = [
-        (*cell, blocks)
-        for blocks in args.blocks or [0]
-        for cell in itertools.product(args.sizes, args.dtypes, args.sources)
+        (*cell, blocks) for blocks in args.blocks or [0] for cell in itertools.product(args.sizes, DTYPES, SOURCES)
     ]
-    cells += [(args.sizes[0], *cell) for cell in itertools.product(JUDGED, args.sources, sweep)]
+    cells += [(args.sizes[0], *cell) for cell in itertools.product(JUDGED, SOURCES, sweep)]
     for size, dtype, sources, blocks in cells:
         row = measure(dtype, sources, size, blocks, args.repetitions, args.batch_bytes)
-        report.row(**asdict(row))
-        if row.judged():
-            report.bar(f"{dtype}, {sources} sources of 256 MB, of a copy's GB/s", row.share, at_least=BAR)
+        report.row(**row)
+        if dtype in JUDGED and size == JUDGED_BYTES and blocks == 0:
+            report.bar(f"{dtype}, {sources} sources of 256 MB, of a copy's GB/s", row["share"], at_least=BAR)
         torch.cuda.empty_cache()
     return report.end()
 

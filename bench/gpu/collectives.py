@@ -2,8 +2,7 @@
 
     python -m bench.gpu.collectives --ranks 2 4 8 --json collectives.json
 
-Where there are fewer GPUs than ranks, all ranks share the first; else each has its own, and NCCL takes part. Exit code:
-0, 1 if an element was wrong or a rank failed, 2 if there is no GPU.
+Where there are fewer GPUs than ranks, all ranks share the first; else each has its own, and NCCL takes part.
 
 `--json`: see reports.py. A row is one collective and size: ranks, shared (whether the ranks share a GPU), bytes (of
 the larger buffer of a rank), algorithm (ringreduce's), bound_us, median_us and wrong_in by variant, and share, bound_us
@@ -14,8 +13,9 @@ import itertools
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from argparse import Namespace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,37 +40,6 @@ METHOD = (
     "data stays in the L2 cache can be faster.",
     "bytes: of the larger buffer of a rank: all ranks' parts in all_gather and reduce_scatter.",
 )
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The command line, checked."""
-
-    collectives: tuple[str, ...]
-    sizes: tuple[int, ...]
-    variants: tuple[str, ...]
-    schedule: harness.Schedule
-    copy_gbps: float
-    deadline: float
-    """By time.time(); sizes that are not begun by then are left out."""
-    stand_in: bool
-    json: Path
-
-
-@dataclass(frozen=True)
-class Row:
-    """One collective and size; see the module's docstring."""
-
-    collective: str
-    ranks: int
-    shared: bool
-    bytes: int
-    algorithm: str
-    bound_us: float | None
-    median_us: dict[str, float]
-    share: float | None
-    wrong_in: dict[str, int]
-    wrong: int
 
 
 @dataclass
@@ -172,8 +141,8 @@ def algorithm_for(collective: str, ranks: int, block_bytes: int) -> str:
     return plan.lookup(plan.table(ranks, user, rules(ranks, steps=True))[collective], block_bytes).algorithm
 
 
-def measure(settings: Settings) -> None:
-    """One rank; the first one reports."""
+def measure(settings: Namespace) -> None:
+    """One rank; the first one reports. `settings` are the command line's, and when sizes may still begin."""
     device.use(settings.stand_in)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     report = reports.Report.again(settings.json) if rank == 0 else reports.Report(None, {"rows": [], "notes": []})
@@ -189,8 +158,8 @@ def measure(settings: Settings) -> None:
         variants = [name for name in groups if (collective, name) not in slow]
         row = measure_cell(settings, {name: groups[name] for name in variants}, collective, size, shared, notes)
         if rank == 0:
-            report.row(**asdict(row))
-        for name, median in row.median_us.items():
+            report.row(**row)
+        for name, median in row["median_us"].items():
             if median > SLOWEST * 1e6 and name != "ringreduce":
                 slow.add((collective, name))
                 notes.append(f"{ranks} ranks, {collective} by {name} above {harness.format_bytes(size)}: too slow")
@@ -206,13 +175,13 @@ def _late(deadline: float) -> bool:
     return bool(late)
 
 
-def open_groups(settings: Settings, ranks: int, shared: bool) -> tuple[dict[str, dist.ProcessGroup], list[str]]:
+def open_groups(settings: Namespace, ranks: int, shared: bool) -> tuple[dict[str, dist.ProcessGroup], list[str]]:
     """A group for each variant that can be, and why the others cannot."""
     import ringreduce
 
     groups: dict[str, dist.ProcessGroup] = {}
     notes = []
-    for name in settings.variants:
+    for name in VARIANTS:
         if name == "nccl" and (shared or settings.stand_in or not dist.is_nccl_available()):
             reason = "NCCL takes no two ranks on a GPU" if shared else "torch has no NCCL"
             notes.append(f"{ranks} ranks, nccl: {reason}")
@@ -231,14 +200,14 @@ def open_groups(settings: Settings, ranks: int, shared: bool) -> tuple[dict[str,
 
 
 def measure_cell(
-    settings: Settings,
+    settings: Namespace,
     groups: dict[str, dist.ProcessGroup],
     collective: str,
     size: int,
     shared: bool,
     notes: list[str],
-) -> Row:
-    """Check and time all variants of a call."""
+) -> dict[str, Any]:
+    """Check and time all variants of a call: a row."""
     ranks = dist.get_world_size()
     divided = collective in ("all_gather", "reduce_scatter")
     count = max(size // 4, ranks) // ranks * ranks if divided else size // 4
@@ -266,13 +235,16 @@ def measure_cell(
     result.zero_()  # an all_reduce in place keeps zeros; sums of sums would overflow
     source.zero_()
     timings = harness.time_alternating(
-        {name: trial.run for name, trial in trials.items()}, settings.schedule, torch.device("cuda")
+        {name: trial.run for name, trial in trials.items()},
+        harness.Schedule(1, settings.rounds, settings.min_time),
+        torch.device("cuda"),
     )
     median = {name: timing.median for name, timing in timings.items()}
     algorithm = algorithm_for(collective, ranks, part * 4)
     bound = traffic(collective, algorithm, ranks, part * 4) / settings.copy_gbps / 1e3 if shared else None
-    share = bound / median["ringreduce"] if bound is not None and "ringreduce" in median else None
-    return Row(collective, ranks, shared, count * 4, algorithm, bound, median, share, wrong, sum(wrong.values()))
+    row = {"collective": collective, "ranks": ranks, "shared": shared, "bytes": count * 4, "algorithm": algorithm}
+    row |= {"bound_us": bound, "median_us": median, "share": bound / median["ringreduce"] if bound else None}
+    return row | {"wrong_in": wrong, "wrong": sum(wrong.values())}
 
 
 def main() -> int:
@@ -287,7 +259,6 @@ def main() -> int:
         default=[4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20],
         metavar="SIZE",
     )
-    option("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, metavar="NAME")
     option("--rounds", type=int, default=3, help="turns that each variant takes at a size (default 3)")
     option("--min-time", type=float, default=0.1, help="seconds of calls per size and variant (default 0.1)")
     option(
@@ -300,22 +271,13 @@ def main() -> int:
     deadline = time.time() + args.limit
     args.json = args.json or device.ROOT / "build/gpu_collectives.json"  # the ranks report there
     report = reports.begin(args, "collectives of ringreduce between ranks on GPUs, and peers", method=list(METHOD))
-    ceiling = statistics.median(device.copy_gbps(args.copy_bytes, 10, 4) for _ in range(3))
+    args.copy_gbps = statistics.median(device.copy_gbps(args.copy_bytes, 10, 4) for _ in range(3))
     torch.cuda.empty_cache()
-    report.row(copy_gbps=ceiling)
+    report.row(copy_gbps=args.copy_gbps)
     for number, ranks in enumerate(args.ranks):
         now = time.time()
-        settings = Settings(
-            collectives=tuple(args.collectives),
-            sizes=tuple(args.sizes),
-            variants=tuple(args.variants),
-            schedule=harness.Schedule(1, args.rounds, args.min_time),
-            copy_gbps=ceiling,
-            deadline=now + max(0, deadline - now) / (len(args.ranks) - number),
-            stand_in=args.stand_in,
-            json=args.json,
-        )
-        harness.start_ranks(ranks, measure, settings)
+        args.deadline = now + max(0, deadline - now) / (len(args.ranks) - number)
+        harness.start_ranks(ranks, measure, args)
     return reports.Report.again(args.json).end()
 
 

@@ -90,7 +90,7 @@ def facts(stand_in: bool) -> dict[str, Any]:
     return {
         "stand_in": stand_in,
         "devices": devices,
-        "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "driver_cuda": "{}.{}".format(*_C.cuda_version()),
         "torch": str(torch.__version__),
         "torch_cuda": torch.version.cuda,
@@ -103,23 +103,16 @@ def facts(stand_in: bool) -> dict[str, Any]:
 def nvcc_version() -> str | None:
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     nvcc = shutil.which("nvcc") or shutil.which(f"{home}/bin/nvcc")
-    return _last_line(nvcc, "--version") if nvcc else None
+    return first_line(nvcc, "--version", at=-1) if nvcc else None
 
 
-def _first_line(*command: str) -> str | None:
-    return next(iter(_lines(*command)), None)
-
-
-def _last_line(*command: str) -> str | None:
-    return next(iter(reversed(_lines(*command))), None)
-
-
-def _lines(*command: str) -> list[str]:
+def first_line(*command: str, at: int = 0) -> str | None:
+    """Of what a command prints, or the line `at`; None if it fails."""
     try:
         done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [line.strip() for line in done.stdout.splitlines() if line.strip()]
+        return done.stdout.strip().splitlines()[at]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return None
 
 
 def l2_bytes(index: int = 0) -> int:

@@ -4,8 +4,7 @@
 
 Three processes share a GPU. Two of them call all_reduce, and then do nothing, load kernels, or queue thousands of
 launches behind the call. The third never calls, and is killed. A row has the seconds from the kill to the error on each
-survivor; another error, another culprit or none is wrong. Exit code: 0, 1 if one was wrong, 2 if there is no GPU.
-`--json`: see reports.py.
+survivor; another error, another culprit or none is wrong.
 """
 
 import os

@@ -5,8 +5,7 @@
 
 Random values, every code of the narrow floats, and all pairs of values at the edges of float types: so also conversions
 by the GPU's instructions. Bits are compared, but any NaN counts as any other: which one comes out is not promised.
-Exit code: 0, 1 if any result differs, 2 if there is no GPU. `--few`: one size and one alignment of each kernel, for a
-sanitizer, under which a kernel takes a hundred times as long. `--json`: see reports.py.
+`--few`: one size and one alignment of each kernel, for a sanitizer, under which a kernel takes a hundred times as long.
 """
 
 import sys

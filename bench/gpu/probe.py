@@ -5,14 +5,11 @@
 A row for each question, whatever came of the others; "wrong" is 1 if the answer breaks what ringreduce assumes. Where
 another process is killed, or an error could spoil a process for good, the asking is done by processes of their own.
 `handover_us` is what later parts and the tests read: the time for which one process on the GPU waits for another.
-Exit code: 0, 1 if an assumption does not hold, 2 if there is no GPU.
 """
 
 import ctypes
 import os
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -77,14 +74,8 @@ class Asker:
 
 
 def compilers(_: Asker) -> Answer:
-    def version(*command: str) -> str:
-        if shutil.which(command[0]) is None:
-            return "none"
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
-        return next((line.strip() for line in done.stdout.splitlines() if line.strip()), "?")
-
     return {
-        "compiler": version(os.environ.get("CXX", "c++").split()[-1], "--version"),
+        "compiler": device.first_line(os.environ.get("CXX", "c++").split()[-1], "--version") or "none",
         "nvcc": device.nvcc_version() or "none",
         "python": sys.version.split()[0],
     }

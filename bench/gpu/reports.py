@@ -78,7 +78,9 @@ class Report:
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
     """With the options that every part has."""
-    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    codes = "Exit code: 0, 1 if a result was wrong or the part failed, 2 if there is no GPU. --json: see reports.py."
+    form = argparse.RawDescriptionHelpFormatter
+    made = argparse.ArgumentParser(description=doc, epilog=codes, formatter_class=form)
     made.add_argument("--stand-in", action="store_true", help="on the stand-in for a GPU: for tests of this program")
     made.add_argument("--json", type=Path, metavar="FILE")
     return made

@@ -4,8 +4,7 @@
 
 First ranks are threads of one process: their kernels have room side by side and run at full speed. For each number of
 ranks: every dtype and operation once; latency and bytes/s; many small calls, whose results are all checked. Then they
-are two processes, whose kernels take turns by the GPU's time slices. Exit code: 0, 1 if an element was wrong or a rank
-failed, 2 if there is no GPU. `--json`: see reports.py.
+are two processes, whose kernels take turns by the GPU's time slices.
 """
 
 import argparse

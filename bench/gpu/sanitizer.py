@@ -2,8 +2,7 @@
 
     python -m bench.gpu.sanitizer --json sanitizer.json
 
-A row for each tool: passed, failed, or not checked where the sanitizer does not work on this machine or takes too long.
-Exit code: 0, 1 if a tool found a fault, 2 if there is no GPU.
+A row for each tool: passed, failed, or not checked where the sanitizer does not work here or takes too long.
 """
 
 import contextlib

@@ -3,7 +3,7 @@
     python -m bench.gpu.tests --half 1 --json tests-1.json
 
 The halves take about as long as each other. A row has the test, its outcome, its seconds and, unless it passed, the
-reason's first line. Exit code: 0, 1 if a test failed or none passed, 2 if there is no GPU or no pytest.
+reason's first line.
 """
 
 import importlib.util
