@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import random
@@ -12,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from pathlib import Path
+from multiprocessing.context import ForkProcess
 from typing import Any
 
 import torch
@@ -58,17 +59,15 @@ class Counter:
 
 
 def serve(folder: str, rank: int, pipe: Connection) -> None:
-    """Keeps in a file which of its servers have backups, until it is told to end."""
+    """Says which of its servers have backups whenever it is asked, until it is told to end."""
     store = dist.FileStore(f"{folder}/store", -1)
     place: dict[str, Any] = {"rank": rank, "size": SERVERS, "backups": 1, **ROOM}
     serving = ps.serve(store, **(place if rank < SERVERS else {"joins": True}))
-    while not pipe.poll(0.002):
-        looked, shards = time.monotonic(), serving._local.serving()
+    while pipe.recv() != "end":
+        served: list[int] = []
         with contextlib.suppress(Aborted):  # one has been given to another process
-            said = sorted(number for number, shard in shards.items() if shard.server.has_backup)
-            new = Path(folder, f"{rank}.new")
-            new.write_text(" ".join(map(str, [looked, *said])))
-            new.rename(Path(folder, str(rank)))
+            served = [number for number, shard in serving._local.serving().items() if shard.server.has_backup]
+        pipe.send(served)
     serving.close()
 
 
@@ -91,8 +90,10 @@ class Team:
     """Servers with backups, and workers, in processes of one host."""
 
     def __init__(self, folder: str, mode: ps.Mode, spare: int) -> None:
-        self.folder, self.started = folder, SERVERS + spare
-        self.servers = {rank: harness.forked(serve, folder, rank) for rank in range(self.started)}
+        self.folder, self.started = folder, 0
+        self.servers: dict[int, tuple[ForkProcess, Connection]] = {}
+        for _ in range(SERVERS + spare):
+            self.add()
         self.workers = [harness.forked(work, folder, mode) for _ in range(WORKERS)]
         for _, pipe in self.workers:
             pipe.recv()
@@ -101,18 +102,17 @@ class Team:
         self.servers[self.started] = harness.forked(serve, self.folder, self.started)
         self.started += 1
 
-    def said_by(self, rank: int) -> list[str]:
-        path = Path(self.folder, str(rank))
-        return path.read_text().split() if path.exists() else ["0"]
-
-    def wait_for_backups(self) -> None:
-        begun, served = time.monotonic(), [""]
-        while served != [str(number) for number in range(SERVERS)]:
-            if time.monotonic() > begun + 60:
-                raise RuntimeError(f"after a minute only {served} have backups")
+    def wait_for_backups(self) -> list[int]:
+        """Until all servers have backups; the processes that serve."""
+        begun = time.monotonic()
+        while time.monotonic() < begun + 60:
+            for _, pipe in self.servers.values():
+                pipe.send("which?")
+            served = {rank: pipe.recv() for rank, (_, pipe) in self.servers.items()}
+            if sorted(itertools.chain(*served.values())) == list(range(SERVERS)):
+                return [rank for rank, some in served.items() if some]
             time.sleep(0.005)
-            said = map(self.said_by, self.servers)
-            served = sorted(number for when, *numbers in said if float(when) > begun for number in numbers)
+        raise RuntimeError(f"after a minute only {served} have backups")
 
     def asked(self) -> tuple[float, str]:
         """The longest call of any worker since the last question, and what was wrong."""
@@ -123,9 +123,9 @@ class Team:
 
     def kill(self, chance: random.Random, within: float) -> tuple[float, str]:
         """Kills a process that serves, at a random moment. The longest call until all have backups again."""
-        self.wait_for_backups()
+        serving = self.wait_for_backups()
         _, before = self.asked()
-        doomed = chance.choice([rank for rank in self.servers if len(self.said_by(rank)) > 1])
+        doomed = chance.choice(serving)
         time.sleep(chance.uniform(0, within))
         process, _ = self.servers.pop(doomed)
         os.kill(process.pid or 0, signal.SIGKILL)
@@ -135,8 +135,6 @@ class Team:
         return longest, before + after
 
     def end(self) -> None:
-        while not all(Path(self.folder, str(rank)).exists() for rank in self.servers):
-            time.sleep(0.01)
         for some in (self.workers, [*self.servers.values()]):  # servers last
             for _, pipe in some:
                 pipe.send("end")
