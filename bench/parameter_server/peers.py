@@ -107,17 +107,18 @@ class Part:
 class Round:
     """A part whose workers are threads here: all that push get the values after the step that the last one makes."""
 
-    def __init__(self, part: Part, workers: int) -> None:
-        self.part, self.pushed = part, [torch.empty(0)] * workers
-        self.barrier = threading.Barrier(workers, self._end)
-
-    def _end(self) -> None:
-        self.part.step(self.pushed)
+    def __init__(self, count: int, workers: int, optimizer: str) -> None:
+        torch.set_num_threads(1)
+        self.part, self.pushed = Part(count, optimizer), [torch.empty(0)] * workers
+        self.barrier = threading.Barrier(workers, lambda: self.part.step(self.pushed))
 
     def push(self, rank: int, gradient: Tensor) -> Tensor:
         self.pushed[rank] = gradient
         self.barrier.wait()
         return self.part.w
+
+    def push_array(self, rank: int, gradient: Any) -> Any:
+        return self.push(rank, torch.from_numpy(gradient)).numpy()
 
 
 def _parts(count: int) -> list[slice]:
@@ -193,41 +194,20 @@ def zmq(count: int, optimizer: str) -> Iterator[Step]:
 
 # ---- torch's RPC -----------------------------------------------------------------------------------------------------
 
-_served: dict[str, Any] = {}
+_served: dict[str, Round] = {}
 
 
-class _Pushes:
-    """Those of a round, answered together."""
-
-    def __init__(self, part: Part, workers: int) -> None:
-        self.part, self.lock = part, threading.Lock()
-        self.gradients: dict[int, Tensor] = {}
-        self.workers = workers
-        self.done: Any = torch.futures.Future()
-
-    def push(self, rank: int, gradient: Tensor) -> Any:
-        with self.lock:
-            self.gradients[rank] = gradient
-            done = self.done
-            if len(self.gradients) == self.workers:
-                value = self.part.step([self.gradients[i] for i in range(self.workers)])
-                self.gradients, self.done = {}, torch.futures.Future()
-                done.set_result(value)
-            return done
-
-
-@torch_rpc.functions.async_execution
-def _push_by_rpc(rank: int, gradient: Tensor) -> Any:
-    return _served["pushes"].push(rank, gradient)
+def _push_by_rpc(rank: int, gradient: Tensor) -> Tensor:
+    return _served["round"].push(rank, gradient)
 
 
 @contextlib.contextmanager
 def rpc(count: int, optimizer: str) -> Iterator[Step]:
     rank, workers = dist.get_rank(), dist.get_world_size()
     parts = _parts(count)
-    _served["pushes"] = _Pushes(Part(parts[rank].stop - parts[rank].start, optimizer), workers)
-    port = _from_rank_0(_free_port())
-    options = torch_rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
+    _served["round"] = Round(parts[rank].stop - parts[rank].start, workers, optimizer)
+    place, threads = f"tcp://127.0.0.1:{_from_rank_0(_free_port())}", max(16, workers)
+    options = torch_rpc.TensorPipeRpcBackendOptions(init_method=place, num_worker_threads=threads)
     torch_rpc.init_rpc(f"rank{rank}", rank=rank, world_size=workers, rpc_backend_options=options)
 
     def step(gradient: Tensor, w: Tensor) -> None:
@@ -290,47 +270,19 @@ def redis(count: int, optimizer: str) -> Iterator[Step]:
 # ---- Ray -------------------------------------------------------------------------------------------------------------
 
 
-def _actor_of(library: Any) -> Any:
-    """A class that Ray sends whole, as its processes do not know this module."""
-    import asyncio
-
-    @library.remote(num_cpus=0)
-    class Server:
-        def __init__(self, path: list[str], count: int, workers: int, optimizer: str) -> None:
-            sys.path[:0] = path
-            from bench.parameter_server import peers
-
-            torch.set_num_threads(1)
-            self.part, self.workers = peers.Part(count, optimizer), workers
-            self.pushed: dict[int, Tensor] = {}
-            self.stepped: Any = asyncio.Future()
-
-        async def push(self, rank: int, gradient: Any) -> Any:
-            self.pushed[rank] = torch.from_numpy(gradient)
-            stepped = self.stepped
-            if len(self.pushed) == self.workers:
-                self.part.step([self.pushed[i] for i in range(self.workers)])
-                self.pushed, self.stepped = {}, asyncio.Future()
-                stepped.set_result(None)
-            await stepped
-            return self.part.w.numpy()
-
-    return Server
-
-
 @contextlib.contextmanager
 def ray(count: int, optimizer: str) -> Iterator[Step]:
     rank, workers, parts = dist.get_rank(), dist.get_world_size(), _parts(count)
     # Of the processes that Ray starts, which are to know it and each other.
-    os.environ |= {"PYTHONPATH": _packages("ray"), "RAY_AUTH_MODE": "token"}
+    os.environ |= {"PYTHONPATH": f"{_packages('ray')}:{FOLDER.parents[1]}", "RAY_AUTH_MODE": "token"}
     os.environ["RAY_AUTH_TOKEN"] = _from_rank_0(os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(32))
     library = _import("ray", "ray")
     quiet = {"log_to_driver": False, "logging_level": "ERROR", "namespace": "peers"}
     if rank == 0:
         context = library.init(num_cpus=1, object_store_memory=1 << 30, include_dashboard=False, **quiet)
-        kind = _actor_of(library)
+        kind = library.remote(num_cpus=0, max_concurrency=workers)(Round)
         kept = [
-            kind.options(name=f"server{i}").remote(sys.path, part.stop - part.start, workers, optimizer)
+            kind.options(name=f"server{i}").remote(part.stop - part.start, workers, optimizer)
             for i, part in enumerate(parts)
         ]
         address = context.address_info["gcs_address"]
@@ -340,7 +292,9 @@ def ray(count: int, optimizer: str) -> Iterator[Step]:
     servers = [library.get_actor(f"server{i}") for i in range(workers)]
 
     def step(gradient: Tensor, w: Tensor) -> None:
-        calls = [each.push.remote(rank, gradient[part].numpy()) for each, part in zip(servers, parts, strict=True)]
+        calls = [
+            each.push_array.remote(rank, gradient[part].numpy()) for each, part in zip(servers, parts, strict=True)
+        ]
         for part, value in zip(parts, library.get(calls), strict=True):
             np.copyto(w[part].numpy(), value)
 
@@ -367,36 +321,14 @@ w, given = mxnet.nd.zeros(int(count)), mxnet.nd.ones(int(count)) * (store.rank +
 gradient = mxnet.nd.empty(int(count))
 store.init("w", w)
 print("ready", flush=True)
-for line in sys.stdin:
-    for _ in range(int(line)):
-        given.copyto(gradient)  # pull writes to what was pushed
-        store.push("w", gradient)
-        store.pull("w", out=w)
-        w.wait_to_read()
+for _ in sys.stdin:
+    given.copyto(gradient)  # pull writes to what was pushed
+    store.push("w", gradient)
+    store.pull("w", out=w)
+    w.wait_to_read()
     print(w[0].asscalar(), flush=True)
 """
-
-
-class Elsewhere:
-    """Steps of a process that has tensors of its own, of which `w` gets the first element. Rank r's gradient is r + 1
-    everywhere."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-        self._say("")
-
-    def _say(self, line: str) -> str:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        if line:
-            self.process.stdin.write(line + "\n")
-            self.process.stdin.flush()
-        answer = self.process.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"{self.process.args[0]!r} ended with status {self.process.wait()}")  # type: ignore[index]
-        return answer
-
-    def __call__(self, gradient: Tensor, w: Tensor) -> None:
-        w[0] = float(self._say("1"))
+"""Steps of tensors of its own: rank r's gradient is r + 1 everywhere. It prints the first element."""
 
 
 @contextlib.contextmanager
@@ -423,11 +355,19 @@ def mxnet(count: int, optimizer: str) -> Iterator[Step]:
         )
         for role in roles
     ]
+    into, out = processes[-1].stdin, processes[-1].stdout
+    assert into is not None and out is not None
+
+    def step(gradient: Tensor, w: Tensor) -> None:
+        into.write("\n")
+        into.flush()
+        w[0] = float(out.readline())
+
     try:
-        yield Elsewhere(processes[-1])
+        out.readline()
+        yield step
         dist.barrier()
-        assert processes[-1].stdin is not None
-        processes[-1].stdin.close()
+        into.close()
         for process in reversed(processes):
             process.wait(20)
     finally:
@@ -445,7 +385,7 @@ def torchft(count: int, optimizer: str) -> Iterator[Step]:
     rank, workers = dist.get_rank(), dist.get_world_size()
 
     class Server(base):  # type: ignore[misc, valid-type]
-        round = Round(Part(count, optimizer), workers)
+        round = Round(count, workers, optimizer)
 
         @classmethod
         def new_process_group(cls) -> Any:
