@@ -1,10 +1,7 @@
 """What the parameter server takes, a scenario at a time; docs/parameter_server_how.md has the tables.
 
-    python -m bench.parameter_server steps --peers all --sizes 64M --json steps.json
-    python -m bench.parameter_server kills --help
-
-Prints a header and a table, and with --json writes them to a file. Exit code: 0, 1 if a result was wrong, 2 if the
-request makes no sense here.
+python -m bench.parameter_server steps --peers all --sizes 64M --json steps.json
+python -m bench.parameter_server kills --help
 """
 
 import sys

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,7 +14,12 @@ from torch import nn
 import ringreduce.parameter_server as ps
 from bench import harness
 
-WORKERS = 4
+WORKERS, SEEDS = 4, 5
+LOSS, LIMIT = 0.25, 60.0
+"""Training ends at this loss, or after so many seconds."""
+LR, BATCH = 0.1, 24
+USUAL, SLOW = 0.01, 0.05
+"""Seconds for which a worker sleeps in a step, and for which the last one does."""
 MODES = {
     "sync": ps.sync(average=False),
     "quorum 3": ps.sync(quorum=3, average=False),
@@ -26,7 +30,7 @@ MODES = {
 }
 
 
-def train(name: str, seed: int, how: SimpleNamespace) -> tuple[float, int]:
+def train(name: str, seed: int) -> tuple[float, int]:
     """Seconds and steps of worker 0 until the loss is reached; the limit if it is not."""
     from train_ddp import Digits, make_model
 
@@ -34,60 +38,47 @@ def train(name: str, seed: int, how: SimpleNamespace) -> tuple[float, int]:
     store = dist.PrefixStore(f"{name} {seed}", dist.distributed_c10d._get_default_store())
     generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
     with ps.join(store, rank=dist.get_rank(), size=WORKERS, memory=8 << 20, window=8 << 20, block_bytes=8192) as kv:
-        optimizer = ps.attach(kv, model, torch.optim.SGD(model.parameters(), lr=how.lr), mode=MODES[name])
+        optimizer = ps.attach(kv, model, torch.optim.SGD(model.parameters(), lr=LR), mode=MODES[name])
         kv.init("done", torch.zeros(1), mode=ps.asynchronous())
         done = torch.zeros(1)
         kv.barrier()
         begin, steps = time.perf_counter(), 0
         while not done:
-            some = torch.randint(len(digits.x), (how.batch,), generator=generator)
+            some = torch.randint(len(digits.x), (BATCH,), generator=generator)
             nn.functional.cross_entropy(model(digits.x[some]), digits.y[some]).backward()
             optimizer.step()
             steps += 1
-            time.sleep(how.slow if kv.worker == WORKERS - 1 else how.usual)
+            time.sleep(SLOW if kv.worker == WORKERS - 1 else USUAL)
             if kv.worker == 0 and steps % 5 == 0:
                 optimizer.pull()
                 with torch.no_grad():
                     loss = float(nn.functional.cross_entropy(model(digits.x), digits.y))
                 seconds = time.perf_counter() - begin
-                if loss <= how.loss or seconds > how.limit:
+                if loss <= LOSS or seconds > LIMIT:
                     kv.push("done", torch.ones(1)).wait()
             kv.pull("done", done)
         return (seconds if kv.worker == 0 else 0.0), steps
 
 
-def measure(how: SimpleNamespace) -> dict[str, list[tuple[float, int]]]:
-    found: dict[str, list[tuple[float, int]]] = {name: [] for name in how.modes}
-    for seed in range(how.seeds):
-        for name in how.modes:
-            found[name].append(train(name, seed, how))
+def measure() -> dict[str, list[tuple[float, int]]]:
+    found: dict[str, list[tuple[float, int]]] = {name: [] for name in MODES}
+    for seed in range(SEEDS):
+        for name in MODES:
+            found[name].append(train(name, seed))
             dist.barrier()
     return found
 
 
-def modes(
-    modes: tuple[str, ...] = tuple(MODES),
-    seeds: int = 5,
-    loss: float = 0.25,
-    lr: float = 0.1,
-    batch: int = 24,
-    usual: float = 0.01,
-    slow: float = 0.05,
-    limit: float = 60.0,
-) -> Iterator[dict[str, Any]]:
+def modes() -> Iterator[dict[str, Any]]:
     """One worker of four is five times slower: how long training takes to a fixed loss in each mode.
 
     Real data: scikit-learn's digits, and examples/train_ddp.py's network of 4810 parameters. A step's computing is
-    short, so workers sleep: --usual seconds a step, the last one --slow. Every worker draws batches of its own. Worker
-    0 looks at the loss of all training data after every fifth of its steps, without stopping the others; training ends
-    when it is at most --loss, or after --limit seconds. Seconds and steps of worker 0, the median of the seeds and
-    their range. Every push counts alike: rounds add up the gradients (`average=False`), so a mode that leaves none out
-    moves as far with as many.
+    short, so workers sleep. Every worker draws batches of its own. Worker 0 looks at the loss of all training data
+    after every fifth of its steps, without stopping the others. Seconds and steps of worker 0, the median of the seeds
+    and their range. Every push counts alike: rounds add up the gradients (`average=False`), so a mode that leaves none
+    out moves as far with as many.
     """
-    if unknown := set(modes) - MODES.keys():
-        raise harness.CannotRun(f"--modes: there is no {', '.join(unknown)}; there are {', '.join(MODES)}")
-    how = SimpleNamespace(**locals())
-    for mode, runs in harness.start_ranks(WORKERS, measure, how).items():
+    for mode, runs in harness.start_ranks(WORKERS, measure).items():
         seconds = [each for each, _ in runs]
         steps = statistics.median(each for _, each in runs)
         yield {
@@ -96,5 +87,5 @@ def modes(
             "least": min(seconds),
             "most": max(seconds),
             "steps": steps,
-            "wrong": int(min(seconds) >= limit),
+            "wrong": int(min(seconds) >= LIMIT),
         }
