@@ -1,7 +1,6 @@
 """Where it pays to plan over a machine's links: all_reduce on every subset of its GPUs, next to NCCL's rule.
 
-    python bench/odd_subsets.py dgx1-v100 dgx2:0-7 tests/fixtures/topologies/rccl-8p_90a.xml --plot docs/odd_subsets.png
-    python bench/odd_subsets.py topology.xml
+    python bench/odd_subsets.py --machines dgx1-v100 dgx2:0-7 topology.xml --plot docs/odd_subsets.png
 
 The rule is that of NCCL's search inside a host, as the sources of NCCL 2.30 have it (graph/search.cc, paths.cc and
 tuning.cc).  Every two GPUs have one path: over NVLink (XGMI), else over the NVLinks of a third GPU of the job, else
@@ -11,18 +10,21 @@ may be used; narrower channels are tried down to half of that width, and taken i
 may instead go over chains, which NCCL calls trees: as many as rings, each reducing one way and copying the other way.
 
 The rule is granted the best set of channels where NCCL searches for a limited time, and the line rates of our plans.
+--machines are presets, or files as `ringreduce topo` reads them; :0-7: of these GPUs. A row has, of the subsets with as
+many GPUs, for how many the rule's rings need detours or PCIe, our bandwidth over the rule's, and where it is highest.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections import defaultdict
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from itertools import combinations, permutations
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import harness
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -46,16 +48,14 @@ DOUBLED = 1.25
 PCIE_AS_LANES = 25.0
 """GB/s that the widths are shares of where GPUs have no links of their own."""
 
+Collective = Literal["all_reduce", "all_gather"]
 STEPS: dict[str, Callable[[int], int]] = {
     "all_reduce": lambda size: 2 * (size - 1),
     "all_gather": lambda size: size - 1,
-    "reduce_scatter": lambda size: size - 1,
-    "broadcast": lambda size: size,
-    "reduce": lambda size: size,
 }
 """By collective: how many parts, of as many as there are GPUs, a ring sends over each of its hops."""
 
-HOPS = ("NVLink", "over a third GPU", "PCIe")
+HOPS = ("over NVLink", "with detours", "over PCIe")
 
 MOST_GPUS = 8
 """Of which all subsets are looked at, and all orders of each."""
@@ -71,14 +71,13 @@ class Channels(NamedTuple):
 
 
 class Subset(NamedTuple):
-    """Some GPUs, and GB/s of a collective (the tensor's size over the time): by our plan, by NCCL's rings, its chains,
-    at most.  `worst` is of the rings' hops."""
+    """Some GPUs, and GB/s of a collective (the tensor's size over the time): by our plan, by NCCL's rings, its chains.
+    `worst` is of the rings' hops."""
 
     gpus: tuple[int, ...]
     ours: float
     rings: float
     chains: float
-    bound: float
     worst: int
 
     @property
@@ -104,7 +103,7 @@ def subset(graph: LinkGraph, gpus: tuple[int, ...], collective: str) -> Subset:
         halves = (crossing + crossing.transpose(1, 0, 2))[ends].sum(axis=1) / 2
         chains = search(halves, kinds[ends].max(axis=1), capacity, rings.number)
         by_chains = chains.number * chains.carried * lane / 2
-    return Subset(gpus, planned.bandwidth, by_rings, by_chains, planned.bound, rings.worst)
+    return Subset(gpus, planned.bandwidth, by_rings, by_chains, rings.worst)
 
 
 def search(shapes: Any, kinds: Any, capacity: Any, exactly: int = 0) -> Channels:
@@ -170,27 +169,6 @@ def packed(shapes: Any, capacity: Any, width: float, exactly: int = 0) -> tuple[
     return count, single if count == 1 else float((capacity / np.maximum(np.round(found.x) @ shapes, 1e-12)).min())
 
 
-def show(found: list[Subset]) -> None:
-    by_size = defaultdict(list)
-    for each in found:
-        by_size[len(each.gpus)].append(each)
-    print("| GPUs | subsets | rings with detours | over PCIe | ours / rule: median | largest | least | 5% faster |")
-    print("|---|---|---|---|---|---|---|---|")
-    for size, subsets in (*by_size.items(), ("all", found)):
-        gains = [each.gain for each in subsets]
-        ways = " | ".join(str(sum(each.worst == kind for each in subsets)) for kind in (1, 2))
-        faster = sum(gain >= 1.05 for gain in gains)
-        found_gains = " | ".join(f"{gain:.2f}" for gain in (median(gains), max(gains), min(gains)))
-        print(f"| {size} | {len(subsets)} | {ways} | {found_gains} | {faster} |")
-    for name, each in (("largest", max(found, key=gain_of)), ("least", min(found, key=gain_of))):
-        rule = f"{each.rings:.4g} by rings, {each.chains:.4g} by chains"
-        print(f"\n{name}: GPUs {', '.join(map(str, each.gpus))}: {each.ours:.4g} GB/s, the rule {rule}")
-
-
-def gain_of(each: Subset) -> float:
-    return each.gain
-
-
 def draw(found: dict[str, list[Subset]], path: Path, collective: str) -> None:
     from ringreduce.topology.draw.style import GREY, PALETTE, sheet
 
@@ -211,31 +189,34 @@ def draw(found: dict[str, list[Subset]], path: Path, collective: str) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("machines", nargs="+", help="presets, or files as `ringreduce topo` reads them; :0-7: of these")
-    parser.add_argument("--collective", choices=STEPS, default="all_reduce")
-    parser.add_argument("--plot", type=Path, help="the gains, as a picture")
-    arguments = parser.parse_args()
+def odd_subsets(
+    machines: tuple[str, ...] = ("dgx1-v100", "dgx2:0-7"), collective: Collective = "all_reduce", plot: str = ""
+) -> Iterator[dict[str, Any]]:
     found: dict[str, list[Subset]] = {}
-    for machine in arguments.machines:
+    for machine in machines:
         name, _, some = machine.partition(":")
         try:
             graph = described(name)
             gpus = graph.places(gpu_list(some)) if some else range(len(graph.gpus))
         except (TopologyError, argparse.ArgumentTypeError) as error:
-            parser.error(f"{machine}: {error}")
+            raise harness.CannotRun(f"--machines {machine}: {error}") from None
         if not 2 <= len(gpus) <= MOST_GPUS:
-            parser.error(
-                f"{machine}: {len(gpus)} GPUs; all subsets are looked at of 2 to {MOST_GPUS}: name them, as in :0-7"
+            raise harness.CannotRun(
+                f"--machines {machine}: {len(gpus)} GPUs; name 2 to {MOST_GPUS} of them, as in :0-7"
             )
         every = [chosen for size in range(2, len(gpus) + 1) for chosen in combinations(gpus, size)]
-        found[Path(name).stem] = [subset(graph, chosen, arguments.collective) for chosen in every]
-        print(f"\n{graph.name}: {arguments.collective} on {len(every)} subsets\n")
-        show(found[Path(name).stem])
-    if arguments.plot:
-        draw(found, arguments.plot, arguments.collective)
+        found[Path(name).stem] = all_of = [subset(graph, chosen, collective) for chosen in every]
+        for size in (*range(2, len(gpus) + 1), "all"):
+            some_of = [each for each in all_of if size in (len(each.gpus), "all")]
+            gains = [each.gain for each in some_of]
+            row = {"machine": graph.name, "GPUs": size, "subsets": len(gains)}
+            row |= {f"rings {HOPS[kind]}": sum(each.worst == kind for each in some_of) for kind in (1, 2)}
+            row |= {"median": median(gains), "largest": max(gains), "least": min(gains)}
+            best = some_of[gains.index(max(gains))]
+            yield {**row, "5% faster": sum(gain >= 1.05 for gain in gains), "largest on": " ".join(map(str, best.gpus))}
+    if plot:
+        draw(found, Path(plot), collective)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(harness.main(odd_subsets))
