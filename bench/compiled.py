@@ -1,18 +1,15 @@
 """What an all_reduce costs in a compiled graph: a tensor-parallel decoder as one graph, one token, one thread a rank.
 
-    python bench/compiled.py                                       2 ranks on this machine
-    python bench/compiled.py --layers 8 --hidden 512
+    python bench/compiled.py --rounds 501
 
---layers decoder layers of width --hidden, with two all_reduces each, run in several ways, which take turns, round by
-round, --repeat steps in a turn. Compiled with fullgraph=True: with torch.ops.ringreduce, with torch's functional
-collectives, and without communication. Without a compiler: with ringreduce.all_reduce, the direct call, and without
-communication. A figure is the median over the rounds of the slowest rank's mean of a round, in microseconds.
+Decoder layers with two all_reduces each run in several ways, which take turns, round by round. Compiled with
+fullgraph=True: with torch.ops.ringreduce, with torch's functional collectives, and without communication. Without a
+compiler: with ringreduce.all_reduce, the direct call, and without communication. A figure is the median over the rounds
+of the slowest rank's mean of a round, in microseconds.
 
   step  a step, divided by its number of all_reduces (two a layer)
   adds  what an all_reduce adds to the same layers without communication: the call, and waiting for the other ranks
   over  how much more it adds than the direct call does: the median of the rounds' differences
-
-Exit code: 0, 1 if a rank failed or a result was wrong, 2 if the request makes no sense here.
 """
 
 import statistics
@@ -27,7 +24,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 
-HEAD = 16  # features of an attention head
+LAYERS, HIDDEN, HEAD = 4, 64, 16  # their number, their width, and features of an attention head
+REPEAT = 10  # steps in a turn
 ALONE = {"torch.ops.ringreduce": "compiled", "functional": "compiled", "direct call": "eager"}
 """Ways to reduce, and what each is compared with: the same layers without communication."""
 
@@ -59,12 +57,12 @@ def reducing(kind: str, group: dist.ProcessGroup) -> Reduce:
 class Layer(nn.Module):
     """This rank's share of a decoder layer over a cache of keys and values: a token of one sequence."""
 
-    def __init__(self, hidden: int, ranks: int, reduce: Reduce) -> None:
+    def __init__(self, ranks: int, reduce: Reduce) -> None:
         super().__init__()
         self.reduce = reduce
-        part = hidden // ranks
-        self.qkv, self.out = nn.Linear(hidden, 3 * part, bias=False), nn.Linear(part, hidden, bias=False)
-        self.gate_up, self.down = nn.Linear(hidden, 4 * part, bias=False), nn.Linear(2 * part, hidden, bias=False)
+        part = HIDDEN // ranks
+        self.qkv, self.out = nn.Linear(HIDDEN, 3 * part, bias=False), nn.Linear(part, HIDDEN, bias=False)
+        self.gate_up, self.down = nn.Linear(HIDDEN, 4 * part, bias=False), nn.Linear(2 * part, HIDDEN, bias=False)
         self.register_buffer("keys", torch.randn(part // HEAD, 8, HEAD))
         self.register_buffer("values", torch.randn(part // HEAD, 8, HEAD))
 
@@ -79,17 +77,17 @@ class Layer(nn.Module):
         return x + self.reduce(self.down(nn.functional.silu(gate) * up))
 
 
-def measure(ranks: int, layers: int, hidden: int, rounds: int, repeat: int) -> dict[str, list[float]]:
+def measure(ranks: int, rounds: int) -> dict[str, list[float]]:
     """One rank: microseconds by round of each way, per all_reduce."""
     group = dist.new_group(backend="ringreduce", timeout=harness.TIMEOUT)
     calls: dict[str, harness.Call] = {}
     outputs, times = {}, {}
-    x = torch.randn(1, hidden, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         for kind in (*ALONE, *sorted(set(ALONE.values()))):
             torch.manual_seed(dist.get_rank())
             reduce = reducing(kind, group)
-            net: nn.Module = nn.Sequential(*(Layer(hidden, ranks, reduce) for _ in range(layers)))
+            net: nn.Module = nn.Sequential(*(Layer(ranks, reduce) for _ in range(LAYERS)))
             if "compiled" in (kind, ALONE.get(kind)):
                 net = torch.compile(net, fullgraph=True, dynamic=False)
             calls[kind] = partial(net, x)
@@ -99,18 +97,14 @@ def measure(ranks: int, layers: int, hidden: int, rounds: int, repeat: int) -> d
         for _ in range(rounds):
             for kind, call in calls.items():
                 call()
-                times[kind].append(harness.seconds(call, repeat) / (2 * layers) * 1e6)
+                times[kind].append(harness.seconds(call, REPEAT) / (2 * LAYERS) * 1e6)
     return times
 
 
-def compiled(
-    ranks: int = 2, layers: int = 4, hidden: int = 64, rounds: int = 301, repeat: int = 10
-) -> Iterator[dict[str, Any]]:
-    if min(ranks - 1, layers, rounds, repeat) < 1:
-        raise harness.CannotRun("need 2 --ranks or more, and --layers, --rounds and --repeat of 1 or more")
-    if hidden < 1 or hidden % (HEAD * ranks):
-        raise harness.CannotRun(f"need --hidden in multiples of {HEAD * ranks} for {ranks} ranks")
-    times = harness.start_ranks(ranks, measure, ranks, layers, hidden, rounds, repeat)
+def compiled(ranks: int = 2, rounds: int = 301) -> Iterator[dict[str, Any]]:
+    if ranks not in (2, 4) or rounds < 1:
+        raise harness.CannotRun("need 2 or 4 --ranks, which share 4 heads, and 1 of --rounds or more")
+    times = harness.start_ranks(ranks, measure, ranks, rounds)
     adds = {kind: [a - b for a, b in zip(times[kind], times[ALONE[kind]], strict=True)] for kind in ALONE}
     for kind, how in ALONE.items():
         over = statistics.median(a - b for a, b in zip(adds[kind], adds["direct call"], strict=True))

@@ -20,13 +20,13 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any, Literal
+from typing import Any
 
 import harness
 import torch
 import torch.distributed as dist
 
-Backend = Literal["ringreduce", "gloo"]
+BACKENDS = ("ringreduce", "gloo")
 NEW_GROUPS = 5
 TIMEOUT = timedelta(minutes=10)
 COLUMNS = ("first", "cpu", "new_group")
@@ -85,11 +85,7 @@ def _all_reduce(group: dist.ProcessGroup | None, rank: int, ranks: int) -> None:
         raise ValueError(f"rank {rank}: the sum is {tensor.tolist()}")
 
 
-def groups(
-    ranks: tuple[int, ...] = (2, 8, 16, 32, 64),
-    rounds: int = 5,
-    backends: tuple[Backend, ...] = ("ringreduce", "gloo"),
-) -> Iterator[dict[str, Any]]:
+def groups(ranks: tuple[int, ...] = (2, 8, 16, 32, 64), rounds: int = 5) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:  # so that no rank compiles Python, wherever this runs
         sys.pycache_prefix, sys.dont_write_bytecode = folder, False
         for count in (1, 2):
@@ -97,9 +93,9 @@ def groups(
         gc.collect()
         gc.freeze()  # else a rank's first full collection, whenever it comes, writes to all that torch has made: 0.1 s
         for count in ranks:
-            found = [{backend: measure(count, backend) for backend in backends} for _ in range(rounds)]
+            found = [{backend: measure(count, backend) for backend in BACKENDS} for _ in range(rounds)]
             row: dict[str, Any] = {"ranks": count, "rounds": found}
-            for backend in backends:
+            for backend in BACKENDS:
                 for column in COLUMNS:
                     row[f"{column}, {backend}, ms"] = 1e3 * statistics.median(each[backend][column] for each in found)
             yield row
