@@ -34,7 +34,7 @@ class FolderStore:
     """A store that counts what it is asked."""
 
     def __init__(self, folder: str) -> None:
-        self._folder, self.questions, self.largest = Path(folder), 0, 0
+        self._folder, self.questions = Path(folder), 0
 
     def _path(self, key: str) -> Path:
         return self._folder / key.replace("/", ".")
@@ -95,7 +95,7 @@ def run(rank: int, size: int, per_host: int, folder: str) -> dict[str, Any]:
     return found
 
 
-def measure(size: int, per_host: int) -> dict[str, Any]:
+def measure(size: int, per_host: int) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         begin = time.monotonic()
         children = []
@@ -113,29 +113,21 @@ def measure(size: int, per_host: int) -> dict[str, Any]:
         if failed:
             sys.exit(f"{failed} of {size} ranks failed")
         found = [json.loads(Path(folder, f"found.{rank}").read_text()) for rank in range(size)]
-        told = sum(path.stat().st_size for path in Path(folder).glob("ringreduce.1.who.*"))
-    row: dict[str, Any] = {"ranks": size, "per_host": per_host, "told_bytes": told / size}
-    for column in COLUMNS:
-        row[column] = found[0][column], max(rank[column] for rank in found[1:])
-    return {**row, "meet_s": max(rank["end"] for rank in found) - begin}
+    cells = ", ".join(f"{found[0][column]:.4g} / {max(rank[column] for rank in found[1:]):.4g}" for column in COLUMNS)
+    took = max(rank["end"] for rank in found) - begin
+    print(f"{size:5} ranks, {per_host:4} a host: {took:6.2f} s; {cells}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64, 256, 1024])
-    parser.add_argument("--json", type=Path, help="file for the report")
     args = parser.parse_args()
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a leader has three descriptors for each rank of its host
-    rows = []
     print("rank 0 / most of another: " + ", ".join(COLUMNS))
     for size in args.ranks:
         for per_host in (size, PER_HOST):
-            rows.append(measure(size, per_host))
-            cells = (f"{first:.4g} / {other:.4g}" for first, other in (rows[-1][column] for column in COLUMNS))
-            print(f"{size:5} ranks, {per_host:4} a host: {rows[-1]['meet_s']:6.2f} s; " + ", ".join(cells), flush=True)
-    if args.json:
-        args.json.write_text(json.dumps({"command": " ".join(sys.argv), "rows": rows}, indent=1) + "\n")
+            measure(size, per_host)
 
 
 if __name__ == "__main__":
