@@ -210,7 +210,8 @@ def main(*measures: Callable[..., Iterable[Mapping[str, Any]]]) -> int:
     Parameters of a measure are options. Its docstring describes them, or the program's if it is the only one.
     """
     form, about = argparse.RawDescriptionHelpFormatter, sys.modules["__main__"].__doc__ or ""
-    parser = argparse.ArgumentParser(description=about, formatter_class=form)
+    codes = "Exit code: 0, 1 if a result was wrong or something could not be measured, 2 if it makes no sense here."
+    parser = argparse.ArgumentParser(description=about, epilog=codes, formatter_class=form)
     commands = parser.add_subparsers(required=True, metavar="SCENARIO") if len(measures) > 1 else None
     for measure in measures:
         command, text = parser, inspect.getdoc(measure) or ""
@@ -326,10 +327,13 @@ def command() -> str:
 
 def machine() -> dict[str, object]:
     """The machine this process runs on, in the words of its own system files."""
+    from ringreduce.tuning.machine import identify
+
+    cores = os.sched_getaffinity(0)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     facts: dict[str, object] = {
-        "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cpu": identify(cores).cpu,
+        "cores": len(cores),
         "memory_gb": round(memory / 1e9, 1),
         "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
     }
@@ -338,25 +342,15 @@ def machine() -> dict[str, object]:
     return facts
 
 
-def _cpu_model() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()
-
-
 def versions() -> dict[str, str]:
     """Versions of what takes part; ringreduce's with the instruction set that its kernels use."""
+    import ringreduce
+    from ringreduce import _C
+
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    found["ringreduce"] = f"{ringreduce.__version__} ({_C.instruction_set()})"
     if torch.cuda.is_available() and dist.is_nccl_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    with contextlib.suppress(ImportError):
-        import ringreduce
-        from ringreduce import _C
-
-        found["ringreduce"] = f"{ringreduce.__version__} ({_C.instruction_set()})"
     return found
 
 

@@ -19,8 +19,6 @@ barrier; an untimed one goes before. A turn's time is the median over the calls 
               interface by iperf3, if there is one: the better of that before and after the rows
     x gloo, x ringreduce    the time of Gloo, and of float32 on the wire, over that of the row in the same round, the
               rounds' median
-
-Exit code: 0, 1 if any element was wrong or a rank failed, 2 if the request makes no sense here.
 """
 
 import gc

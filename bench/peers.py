@@ -24,9 +24,8 @@ row's figure is the median of --rounds.
     shared   rounds in which the cores shared a cache: a core read what another core had just written faster than
              memory. It can change while a machine runs, as its virtual cores are moved (`cache_probe`)
 
-Exit code: 0, 1 if any element was wrong or a backend failed, 2 if the request makes no sense here. `--json` also has
-for each row `cases` (of `cache_probe`, per round), and for each backend `times_us` and `means_us` (per round: median
-and mean of the calls), `wrong_in`, and `copy_gbs` (per round, for each kind of copy).
+`--json` also has for each row `cases` (of `cache_probe`, per round), and for each backend `times_us` and `means_us`
+(per round: median and mean of the calls), `wrong_in`, and `copy_gbs` (per round, for each kind of copy).
 """
 
 import contextlib

@@ -13,8 +13,6 @@ first measurement dropped, to keep start-up out of the figures.
     min_us, median_us, p99_us   single calls, each timed on the rank where it took longest
     speedup       Gloo's median over the variant's, same run
     wrong         elements that differ from the exact result on any rank, in a call before and a call after the timing
-
-Exit code: 0, 1 if any element was wrong or a rank failed, 2 if the request makes no sense here.
 """
 
 import functools

@@ -6,7 +6,7 @@
 The steps and the way of measuring are those of `ringreduce bench`, which has two of these steps. A third team runs
 ringreduce with RINGREDUCE_FETCH=0, as for ordinary users, who may not read other processes' memory. Each step runs for
 about --seconds. Columns: images or tokens a second, speed-up over Gloo, and the share of a step with Gloo that is
-communication. Exit code: 0, 1 if a library failed or results differ.
+communication.
 """
 
 import sys
