@@ -11,16 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ringreduce.common.failures import TopologyError
-from ringreduce.common.files import text_of
-from ringreduce.common.units import numbers
 from ringreduce.plan import Plan, Rule, ranges_between
 from ringreduce.plan.by_cost import MARGIN
 from ringreduce.topology.graph import Link, LinkGraph, LinkKind, Node, NodeKind, both_directions
+from ringreduce.topology.hardware import numa_nodes
 
 if TYPE_CHECKING:
     from ringreduce.topology.planned import Planned
@@ -29,8 +27,6 @@ TENSOR_SIZES = tuple(4**power * 1024 for power in range(1, 10, 2))
 """Bytes of the whole tensor, 4 KB to 256 MB, at which plans are compared."""
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce")
-
-NODES = Path("/sys/devices/system/node")
 
 
 class OnHost(NamedTuple):
@@ -194,7 +190,7 @@ def graph_of_gpus(machine: LinkGraph, buses: Sequence[str]) -> LinkGraph | None:
 def graph_of_cores(cores: Sequence[frozenset[int]], memory_gbps: Callable[[], float]) -> LinkGraph | None:
     """The machine as ranks bound to `cores` see it, where these lie on several NUMA nodes, each rank's on one of them;
     else None.  `memory_gbps` says what a core moves to or from memory."""
-    nodes = dict(_numa_nodes())
+    nodes = numa_nodes()
     homes = [next((node for node, its in nodes.items() if mine <= its), None) for mine in cores]
     if None in homes or len(set(homes)) < 2:
         return None
@@ -212,9 +208,3 @@ def graph_of_cores(cores: Sequence[frozenset[int]], memory_gbps: Callable[[], fl
         f"{gbps:.3g} GB/s between NUMA nodes, as one core moves in memory; RINGREDUCE_TOPO_FILE describes the real ones"
     )
     return LinkGraph(f"{len(used)} NUMA nodes", (*cpus, *ranks), tuple(links), (said,))
-
-
-def _numa_nodes() -> Iterator[tuple[int, frozenset[int]]]:
-    """Numbers and cores."""
-    for folder in sorted(NODES.glob("node[0-9]*"), key=lambda folder: int(folder.name[4:])):
-        yield int(folder.name[4:]), frozenset(numbers(text_of(folder / "cpulist")))

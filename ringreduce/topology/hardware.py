@@ -136,7 +136,8 @@ def look(system: System) -> Found:
     nics = _nics(system.sysfs)
     pci = {bus: _pci_device(system.sysfs, bus) for bus in [gpu.bus for gpu in gpus] + [nic.bus for nic in nics]}
     pci |= {bus: _pci_device(system.sysfs, bus) for device in [*pci.values()] for bus in device.bridges}
-    return Found(gpus, nics, pci, _numa(system), system.cores, system.memory, _cpu(system.proc), notes=tuple(notes))
+    numa = numa_nodes(system.sysfs) or {0: system.cores}
+    return Found(gpus, nics, pci, numa, system.cores, system.memory, _cpu(system.proc), tuple(notes))
 
 
 def _ask(nvml: Any, function: str, *arguments: Any) -> Any:
@@ -287,13 +288,13 @@ def _add_nic(found: dict[str, Nic], folder: Path, port: float) -> None:
         found[on_path[-1]] = Nic(folder.name, on_path[-1], port)
 
 
-def _numa(system: System) -> dict[int, frozenset[int]]:
+def numa_nodes(sysfs: Path = Path("/sys")) -> dict[int, frozenset[int]]:
+    """The cores of each NUMA node that has any, by its number."""
     nodes = {}
-    for folder in _folders(system.sysfs / "devices/system/node"):
+    for folder in _folders(sysfs / "devices/system/node"):
         with contextlib.suppress(ValueError):  # other folders, and nonsense
             nodes[int(folder.name.removeprefix("node"))] = frozenset(numbers(text_of(folder / "cpulist")))
-    nodes = {node: cores for node, cores in nodes.items() if cores}
-    return dict(sorted(nodes.items())) or {0: system.cores}
+    return dict(sorted((node, cores) for node, cores in nodes.items() if cores))
 
 
 def _cpu(proc: Path) -> tuple[str, int, int]:

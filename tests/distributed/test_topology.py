@@ -133,7 +133,7 @@ def test_a_refused_group_keeps_no_descriptors(tmp_path: Path) -> None:
 
 def run_on_nodes(me: Rank, tuning: str) -> Any:
     """As if there were two NUMA nodes of four cores, and each rank bound to a core."""
-    ringreduce.topology.group_plans._numa_nodes = lambda: iter([(0, frozenset(range(4))), (1, frozenset(range(4, 8)))])
+    ringreduce.topology.group_plans.numa_nodes = lambda: {0: frozenset(range(4)), 1: frozenset(range(4, 8))}
     original = decision.group_topology
     decision.group_topology = lambda world, options, cores: original(
         world, options, [frozenset({rank}) for rank in world]
