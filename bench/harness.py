@@ -42,9 +42,8 @@ TIMEOUT = timedelta(seconds=120)  # of every group; a rank that waits longer is 
 
 
 def start_ranks(ranks: int, measure: Callable[..., Found], *args: object) -> Found:
-    """Run `measure(*args)` in `ranks` new processes and return what it returned on rank 0.
+    """Run `measure(*args)` in `ranks` new processes, as `become_rank` does, and return what it returned on rank 0.
 
-    They have one CPU thread each, and the default process group, which is Gloo's and never timed.
     If one fails, all end, and this process with them: the reason on stderr, exit status 1.
     """
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -58,12 +57,21 @@ def start_ranks(ranks: int, measure: Callable[..., Found], *args: object) -> Fou
 
 def _run_rank(rank: int, ranks: int, port: int, measure: Callable[..., object], args: tuple[object, ...]) -> None:
     store = dist.TCPStore("localhost", port)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=TIMEOUT, store=store, rank=rank, world_size=ranks)
-    found = measure(*args)
-    dist.destroy_process_group()
+    found = become_rank(measure, *args, store=store, rank=rank, world_size=ranks)
     if rank == 0:
         store.set("found", pickle.dumps(found))
+
+
+def become_rank(measure: Callable[..., Found], *args: object, **meeting: Any) -> Found:
+    """`measure(*args)` with one CPU thread and the default process group, which is Gloo's and never timed.
+
+    `meeting` goes to init_process_group: empty under torchrun, whose environment says how to meet.
+    """
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=TIMEOUT, **meeting)
+    found = measure(*args)
+    dist.destroy_process_group()
+    return found
 
 
 def forked(body: Callable[..., object], *args: object) -> tuple[ForkProcess, Connection]:
@@ -259,6 +267,8 @@ def report(benchmark: str, rows: Iterable[Mapping[str, Any]], path: Path | None 
     from rich.console import Console
     from rich.table import Table
 
+    if os.environ.get("RANK", "0") != "0":  # under torchrun the first rank reports for all
+        return int(any(row.get("wrong") for row in rows))
     header, found, notes = origin(benchmark), [], []
     print(*format_origin(header), sep="\n", flush=True)
     for row in rows:
@@ -322,7 +332,11 @@ def format_origin(header: Mapping[str, Any]) -> list[str]:
 def command() -> str:
     """The command line that started this run, to be pasted again."""
     module = sys.modules["__main__"].__spec__  # of `python -m`
-    return "python " + shlex.join(["-m", module.name.removesuffix(".__main__"), *sys.argv[1:]] if module else sys.argv)
+    script = shlex.join(["-m", module.name.removesuffix(".__main__"), *sys.argv[1:]] if module else sys.argv)
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        return f"python {script}"
+    hosts, ranks = os.environ.get("GROUP_WORLD_SIZE", "1"), os.environ["LOCAL_WORLD_SIZE"]
+    return f"torchrun --nnodes={hosts} --nproc-per-node={ranks} {script}"
 
 
 def machine() -> dict[str, object]:

@@ -24,6 +24,7 @@ STYLES = {
     "bidirectional_ring": ("ring x2", "#56B4E9", "v"),
     "tree": ("tree", "#009E73", "^"),
     "gloo": ("Gloo", "#999999", "X"),
+    "nccl": ("NCCL", "#CC79A7", "P"),
 }
 
 LOOK: dict[Any, Any] = {
@@ -34,7 +35,7 @@ LOOK: dict[Any, Any] = {
     "grid.color": "#E6E6E6",
     "axes.axisbelow": True,
 }
-PANELS = {"busbw": ("bus bandwidth (GB/s)", "{:g}"), "speedup": ("speed-up against Gloo", "{:g}x")}
+PANELS = {"busbw": ("bus bandwidth (GB/s)", "{:g}"), "speedup": ("speed-up against {baseline}", "{:g}x")}
 """By column of the report: the axis's label, and how its numbers are written."""
 
 
@@ -56,7 +57,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
             bytes_axis(grid[-1, column], [row["bytes"] for row in rows])
         for axes, what in zip(grid[:, 0], panels, strict=True):
             label, form = PANELS[what]
-            axes.set_ylabel(label)
+            axes.set_ylabel(label.format(baseline=STYLES[report["header"]["baseline"]][0]))
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _, form=form: form.format(value)))
             axes.yaxis.set_minor_formatter(LogFormatter())
         handles, labels = grid[0, 0].get_legend_handles_labels()
@@ -89,9 +90,11 @@ def caption(header: dict[str, Any], width: int) -> str:
     """What, where and when, in lines of `width` letters."""
     machine = header["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in header["versions"].items())
+    where = machine["gpus"][0] if header["device"] == "cuda" else f"{machine['cpu']}, {machine['cores']} cores"
+    hosts = "" if header["hosts"] == 1 else f", {header['hosts']} hosts"
     text = (
         "all_reduce, float32 sum, in place, through torch.distributed. "
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['kernel']}. {versions}. {header['date']}.\n"
+        f"{where}{hosts}, {machine['kernel']}. {versions}. {header['date']}.\n"
         "Bus bandwidth is 2(n-1)/n x size / mean time on the slowest rank, GB = 1e9 bytes; speed-up is of median times."
     )
     return "\n".join(textwrap.fill(paragraph, width) for paragraph in text.splitlines())
