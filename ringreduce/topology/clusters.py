@@ -1,7 +1,6 @@
 """Clusters: several copies of a machine, joined by a network.
 
-A JSON document describes one: `machine` (a file, from the document's folder on, or a preset), `hosts`, and what
-`hosts_of` takes besides.
+A JSON document describes one, with the fields of `Cluster`.
 
     {"machine": "hgx-h100", "hosts": 8, "gbps": 50, "hosts_per_leaf": 4, "taper": 2}
 """
@@ -9,30 +8,13 @@ A JSON document describes one: `machine` (a file, from the document's folder on,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ringreduce.common.failures import TopologyError
+from ringreduce.common.from_json import load
 from ringreduce.topology.graph import Link, LinkGraph, LinkKind, Node, NodeKind, both_directions
-
-_KINDS = {"nics": int, "gbps": float, "rails": bool, "hosts_per_leaf": int, "taper": float, "in_network": bool}
-
-
-def cluster(document: Mapping[str, Any], machine: LinkGraph, where: str) -> LinkGraph:
-    """The graph of a JSON document, given that of its `machine`.  Raises TopologyError that names the key at fault."""
-    known = {"machine": str, "hosts": int, **_KINDS}
-    for key, value in document.items():
-        kind = known.get(key)
-        if kind is None:
-            raise TopologyError(f"{where}: {key!r} is unknown; a cluster has {', '.join(known)}")
-        number = kind is float and isinstance(value, int)
-        if isinstance(value, bool) != (kind is bool) or not (number or isinstance(value, kind)):
-            raise TopologyError(f"{where}: {key} is {value!r:.40}; expected a value of type {kind.__name__}")
-    if not 2 <= document.get("hosts", 0) <= MOST_HOSTS:
-        raise TopologyError(f"{where}: hosts is {document.get('hosts')!r}; a cluster has from 2 to {MOST_HOSTS}")
-    return hosts_of(machine, document["hosts"], **{key: document[key] for key in _KINDS if key in document})
-
 
 MOST_HOSTS = 1024
 
@@ -40,80 +22,93 @@ MOST_NICS = 64
 """Of a host."""
 
 
-def hosts_of(
-    graph: LinkGraph,
-    count: int,
-    nics: int | None = None,
-    gbps: float | None = None,
-    rails: bool = False,
-    hosts_per_leaf: int | None = None,
-    taper: float = 1.0,
-    in_network: bool = False,
-) -> LinkGraph:
-    """`count` copies of a machine, each with the prefix `host<h>/`, joined by their NICs.
-
-    `nics` of each are used, the first ones (default: all); where the machine has fewer, its CPUs get what is missing,
-    in turn.  `gbps` is what a NIC carries, GB/s in one direction (default: what the link to it does).
+@dataclass(frozen=True)
+class Cluster:
+    """Copies of a machine, each with the prefix `host<h>/`, joined by their NICs.
 
     One `network` joins them, which carries all that NICs send; or a switch for each so many hosts (`hosts_per_leaf`),
     or one for the k-th NICs of all hosts (`rails`). The way from such a switch to the network has the width of the NICs
-    below it over `taper`. With `in_network` its switches combine what passes them (SHARP). Raises TopologyError for a
-    machine without either NICs or CPUs, for several hosts, and for numbers that make no sense.
+    below it over `taper`. With `in_network` its switches combine what passes them (SHARP).
     """
-    _check(graph, count, nics, gbps, rails, hosts_per_leaf, taper)
-    one = _with_nics(graph, nics, gbps)
-    used = [node.name for node in one.of_kind(NodeKind.NIC)][:nics]
+
+    hosts: int
+    machine: str = ""
+    """In JSON: a file, from the document's folder on, or a preset."""
+    nics: int | None = None
+    """That are used of each host, the first ones (default: all); where the machine has fewer, its CPUs get what is
+    missing, in turn."""
+    gbps: float | None = None
+    """What a NIC carries, GB/s in one direction (default: what the link to it does)."""
+    rails: bool = False
+    hosts_per_leaf: int | None = None
+    taper: float = 1.0
+    in_network: bool = False
+
+    def check(self, where: str) -> None:
+        """Raises TopologyError for numbers that make no sense."""
+        if self.hosts < 2:
+            raise TopologyError(f"{where}: {self.hosts} hosts need no network; give 2 or more")
+        if self.nics is not None and not 1 <= self.nics <= MOST_NICS:
+            raise TopologyError(f"{where}: nics is {self.nics}; give from 1 to {MOST_NICS}")
+        if self.gbps is not None and not 0 < self.gbps < float("inf"):
+            raise TopologyError(f"{where}: a NIC of {self.gbps} GB/s; give a finite number above 0")
+        leaf = self.hosts_per_leaf
+        if self.rails and leaf is not None:
+            raise TopologyError(f"{where}: NICs are on rails, or on a switch for each {leaf} hosts; give one")
+        if leaf is not None and not 0 < leaf < self.hosts:
+            raise TopologyError(f"{where}: {leaf} hosts a switch, of {self.hosts}; give from 1 to {self.hosts - 1}")
+        if not 1 <= self.taper < float("inf"):
+            raise TopologyError(f"{where}: taper is {self.taper}; it must be at least 1, NICs over the way up")
+        if self.taper != 1 and not self.rails and leaf is None:
+            raise TopologyError(
+                f"{where}: taper is {self.taper}, but all NICs are on one network; give `hosts_per_leaf` or `rails`"
+            )
+
+
+def cluster(document: Any, machine: LinkGraph, where: str) -> LinkGraph:
+    """The graph of a JSON document, given that of its `machine`.  Raises TopologyError that names the key at fault."""
+    given: Cluster = load(Cluster, document, f"{where}: cluster", TopologyError)
+    if given.hosts > MOST_HOSTS:
+        raise TopologyError(f"{where}: hosts is {given.hosts}; a cluster has from 2 to {MOST_HOSTS}")
+    return _copied(machine, given)
+
+
+def hosts_of(graph: LinkGraph, count: int, **joined: Any) -> LinkGraph:
+    """`count` copies of a machine, `joined` as the fields of `Cluster` say.
+
+    Raises TopologyError for a machine without either NICs or CPUs, for several hosts, and for numbers that make no
+    sense.
+    """
+    return _copied(graph, Cluster(count, **joined))
+
+
+def _copied(graph: LinkGraph, how: Cluster) -> LinkGraph:
+    how.check(graph.name)
+    if len({node.host for node in graph.nodes}) > 1:
+        raise TopologyError(f"{graph.name} is several hosts already; give the graph of one")
+    one = _with_nics(graph, how.nics, how.gbps)
+    used = [node.name for node in one.of_kind(NodeKind.NIC)][: how.nics]
     nodes: list[Node] = []
     links: list[Link] = []
-    for host in range(count):
+    for host in range(how.hosts):
         prefix = f"host{host}/"
         nodes += [replace(node, name=prefix + node.name, host=host) for node in one.nodes]
         links += [replace(link, src=prefix + link.src, dst=prefix + link.dst) for link in one.links]
-    ports = list(_ports(one, used, count, rails, hosts_per_leaf))
-    for nic, switch, feed in ports:
-        links += both_directions(nic, switch, LinkKind.NETWORK, feed.capacity, 1, feed.source)
-    below: dict[str, float] = {}
-    for _, switch, feed in ports:
-        below[switch] = below.get(switch, 0.0) + feed.capacity
-    for switch, wide in below.items() if rails or hosts_per_leaf else ():
-        nodes.append(Node(switch, NodeKind.NETWORK, len(nodes), reduces=in_network))
-        links += both_directions(switch, "network", LinkKind.NETWORK, wide / taper, 1, f"NICs below, over {taper:g}")
-    nodes.append(Node("network", NodeKind.NETWORK, reduces=in_network))
-    assumed = (
-        (*one.assumed, "The network between hosts carries all that their NICs send.") if taper == 1 else one.assumed
-    )
-    return LinkGraph(f"{count} hosts of {graph.name}", tuple(nodes), tuple(links), assumed)
-
-
-def _check(
-    graph: LinkGraph,
-    count: int,
-    nics: int | None,
-    gbps: float | None,
-    rails: bool,
-    hosts_per_leaf: int | None,
-    taper: float,
-) -> None:
-    if count < 2:
-        raise TopologyError(f"{graph.name}: {count} hosts need no network; give 2 or more")
-    if len({node.host for node in graph.nodes}) > 1:
-        raise TopologyError(f"{graph.name} is several hosts already; give the graph of one")
-    if nics is not None and not 1 <= nics <= MOST_NICS:
-        raise TopologyError(f"{graph.name}: nics is {nics}; give from 1 to {MOST_NICS}")
-    if gbps is not None and not 0 < gbps < float("inf"):
-        raise TopologyError(f"{graph.name}: a NIC of {gbps} GB/s; give a finite number above 0")
-    if rails and hosts_per_leaf is not None:
-        raise TopologyError(
-            f"{graph.name}: NICs are on rails, or on a switch for each {hosts_per_leaf} hosts; give one"
-        )
-    if hosts_per_leaf is not None and not 0 < hosts_per_leaf < count:
-        raise TopologyError(f"{graph.name}: {hosts_per_leaf} hosts a switch, of {count}; give from 1 to {count - 1}")
-    if not 1 <= taper < float("inf"):
-        raise TopologyError(f"{graph.name}: taper is {taper}; it must be at least 1, NICs over the way up")
-    if taper != 1 and not rails and hosts_per_leaf is None:
-        raise TopologyError(
-            f"{graph.name}: taper is {taper}, but all NICs are on one network; give `hosts_per_leaf` or `rails`"
-        )
+    below: dict[str, float] = {}  # what the NICs on each switch carry
+    for host in range(how.hosts):
+        for at, name in enumerate(used):
+            leaf = f"leaf{host // how.hosts_per_leaf}" if how.hosts_per_leaf else "network"
+            switch, feed = f"rail{at}" if how.rails else leaf, one.following[name][0]
+            links += both_directions(f"host{host}/{name}", switch, LinkKind.NETWORK, feed.capacity, 1, feed.source)
+            below[switch] = below.get(switch, 0.0) + feed.capacity
+    for switch, wide in below.items() if how.rails or how.hosts_per_leaf else ():
+        nodes.append(Node(switch, NodeKind.NETWORK, len(nodes), reduces=how.in_network))
+        source = f"NICs below, over {how.taper:g}"
+        links += both_directions(switch, "network", LinkKind.NETWORK, wide / how.taper, 1, source)
+    nodes.append(Node("network", NodeKind.NETWORK, reduces=how.in_network))
+    assumed = "The network between hosts carries all that their NICs send."
+    whole = (*one.assumed, assumed) if how.taper == 1 else one.assumed
+    return LinkGraph(f"{how.hosts} hosts of {graph.name}", tuple(nodes), tuple(links), whole)
 
 
 def hosts_by_kind(graph: LinkGraph) -> list[list[int]] | None:
@@ -153,16 +148,6 @@ def hosts_by_kind(graph: LinkGraph) -> list[list[int]] | None:
 def of_hosts(graph: LinkGraph, numbers: Collection[int]) -> LinkGraph:
     """The part of a graph that is in some hosts, with the network."""
     return graph.part(tuple(node for node in graph.nodes if node.kind is NodeKind.NETWORK or node.host in numbers))
-
-
-def _ports(
-    one: LinkGraph, used: list[str], count: int, rails: bool, hosts_per_leaf: int | None
-) -> Iterator[tuple[str, str, Link]]:
-    """Every NIC, what it is plugged into, and the link that feeds it."""
-    for host in range(count):
-        for at, name in enumerate(used):
-            switch = f"rail{at}" if rails else f"leaf{host // hosts_per_leaf}" if hosts_per_leaf else "network"
-            yield f"host{host}/{name}", switch, one.following[name][0]
 
 
 def _with_nics(graph: LinkGraph, nics: int | None, gbps: float | None) -> LinkGraph:
