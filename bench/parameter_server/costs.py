@@ -158,14 +158,14 @@ def save_along(size: int, folder: str, laps: int) -> tuple[list[float], list[flo
     return quiet, busy, written
 
 
-def snapshots(workers: int = 2, size: Bytes = 64 << 20, laps: int = 7, folder: str = "") -> Iterator[dict[str, Any]]:
+def snapshots(workers: int = 2, size: Bytes = 64 << 20, laps: int = 7) -> Iterator[dict[str, Any]]:
     """What a snapshot costs workers that go on: steps of push_pull with and without one under way.
 
     --size bytes of parameters with AdamW, in sync. Laps alternate; a lap with a snapshot begins with it and has as many
-    steps as fit in the time that it takes, at least one. Snapshots go to a temporary folder in --folder. "longest" is
-    the step that copies most; "there after" is when the snapshot was complete.
+    steps as fit in the time that it takes, at least one. Snapshots go to a temporary folder. "longest" is the
+    step that copies most; "there after" is when the snapshot was complete.
     """
-    with tempfile.TemporaryDirectory(dir=folder or None) as place:
+    with tempfile.TemporaryDirectory() as place:
         quiet, busy, written = harness.start_ranks(workers, save_along, size, place, laps)
     step = statistics.median(quiet)
     yield {

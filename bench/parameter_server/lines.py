@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from net.network import UNITS, Network, unavailable
@@ -21,8 +21,8 @@ HEADERS = 1538 / 1448
 """Bytes on an Ethernet for those of a TCP stream, in full packets with timestamps."""
 
 
-def work(me: Rank, servers: int, workers: int, size: int, steps: int, how: list[str]) -> list[float]:
-    """Of a worker: seconds, bytes sent, bytes received. `how`: the way and the wires."""
+def work(me: Rank, servers: int, workers: int, size: int, steps: int, wires: list[str]) -> list[float]:
+    """Of a worker: seconds, bytes sent, bytes received. `wires` are those of pushes and of pulls."""
     block = max(1 << 16, size // 64)
     sizes: dict[str, Any] = {"window": 2 * size + (8 << 20), "timeout": 120.0, "block_bytes": block}
     if me.rank < servers:
@@ -31,12 +31,12 @@ def work(me: Rank, servers: int, workers: int, size: int, steps: int, how: list[
         return [0.0, 0.0, 0.0]
     with ps.join(me.store, role="worker", workers=workers, **sizes) as kv:
         w, gradient = torch.zeros(size // 4), torch.ones(size // 4)
-        kv.init("w", w, update=ps.optimizer(torch.optim.SGD, lr=0.1), push_wire=how[1], pull_wire=how[2])
+        kv.init("w", w, update=ps.optimizer(torch.optim.SGD, lr=0.1), push_wire=wires[0], pull_wire=wires[1])
         times, moved = [], []
         for _ in range(steps + 1):
             kv.barrier()
             begin, before = time.perf_counter(), line_bytes()
-            (kv.push("w", gradient) if how[0] == "push" else kv.push_pull("w", gradient, out=w)).wait()
+            kv.push_pull("w", gradient, out=w).wait()
             times.append(time.perf_counter() - begin)
             moved.append([after - some for after, some in zip(line_bytes(), before, strict=True)])
         return [statistics.median(times[1:]), *map(statistics.median, zip(*moved[1:], strict=True))]
@@ -65,7 +65,6 @@ def lines(
     rate: str = "100mbit",
     size: Bytes = 8 << 20,
     steps: int = 5,
-    way: Literal["push_pull", "push"] = "push_pull",
     push_wire: str = "float32",
     pull_wire: str = "float32",
 ) -> Iterator[dict[str, Any]]:
@@ -77,14 +76,15 @@ def lines(
     m B / n (a server's), B with the headers of TCP and below; `of bound` is its share of the time. Blocks are 1/64 of
     the tensor: what a worker gets back at the end waits for the last of them. `sent` and `received` are the bytes of a
     step, as that worker's line has counted them. With --push-wire or --pull-wire (bfloat16 or int8) `bound` stays that
-    of float32. `--way push` pulls nothing.
+    of float32.
     """
-    how = [way, push_wire, pull_wire]
     for m in workers:
         for n in servers:
             bound = seconds_for(max(1, m / n) * size, rate)
             with Network(n + m, rate=rate) as network:
-                found, sent, received = max(run(network, 1, work, n, m, size, steps, how, timeout=170))
+                found, sent, received = max(
+                    run(network, 1, work, n, m, size, steps, [push_wire, pull_wire], timeout=170)
+                )
             yield {
                 "workers": m,
                 "servers": n,

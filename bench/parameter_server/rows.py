@@ -20,14 +20,15 @@ from bench import harness
 from bench.parameter_server import peers
 
 LAPS = 5
+BATCH, BATCHES = 16384, 30  # ids of a batch, and batches of a lap
 PRIME = 2_654_435_761  # whose products with 0, 1, 2, ... are all rows, once, in a scattered order
 Way = Callable[[torch.Tensor, torch.Tensor], object]
 
 
-def zipf(rows: int, count: int, exponent: float, seed: int) -> torch.Tensor:
-    """Ids of which the k-th most frequent has a share of 1 / k^exponent; which id that is, looks random."""
+def zipf(rows: int, count: int, seed: int) -> torch.Tensor:
+    """Ids of which the k-th most frequent has a share of 1 / k; which id that is, looks random."""
     weights = np.arange(1.0, rows + 1)
-    np.cumsum(np.power(weights, -exponent, out=weights), out=weights)
+    np.cumsum(np.divide(1, weights, out=weights), out=weights)  # in place, as there may be many
     generator = np.random.default_rng(seed)
     ranks = np.searchsorted(weights, generator.random(count) * weights[-1]).astype(np.int64)
     return torch.from_numpy(ranks * PRIME % rows)
@@ -67,15 +68,15 @@ class Redis:
 
 
 @contextlib.contextmanager
-def redis(dim: int, rows: int, batch: int) -> Iterator[Redis | None]:
+def redis(dim: int, rows: int) -> Iterator[Redis | None]:
     """With all rows, in the first worker, if there is one."""
     if dist.get_rank() != 0 or shutil.which("redis-server") is None:
         yield None
         return
     with tempfile.TemporaryDirectory() as folder, peers.redis_server(folder) as path:
         client = Redis(path, dim)
-        for begin in range(0, rows, batch):
-            ids = torch.arange(begin, min(rows, begin + batch))
+        for begin in range(0, rows, BATCH):
+            ids = torch.arange(begin, min(rows, begin + BATCH))
             client.mset(ids, torch.zeros(len(ids), dim))
         yield client
 
@@ -93,19 +94,19 @@ def rate(way: Way | None, batches: list[tuple[torch.Tensor, torch.Tensor]], ever
     return workers * sum(len(ids) for ids, _ in batches) / (time.perf_counter() - begin) / 1e6
 
 
-def torch_ways(rows: int, dim: int, batch: int) -> dict[str, tuple[Way | None, bool]]:
+def torch_ways(rows: int, dim: int) -> dict[str, tuple[Way | None, bool]]:
     """By name: what is done with a batch, and whether all workers do it at once. The first worker has the tensor."""
     if dist.get_rank() != 0:
         return {"index_select": (None, False), "index_add_": (None, False)}
-    tensor, out = torch.empty(rows, dim).zero_(), torch.empty(batch, dim)  # zero_ has its memory touched
+    tensor, out = torch.empty(rows, dim).zero_(), torch.empty(BATCH, dim)  # zero_ has its memory touched
     return {
         "index_select": (lambda ids, _: torch.index_select(tensor, 0, ids, out=out), False),
         "index_add_": (lambda ids, values: tensor.index_add_(0, ids, values), False),
     }
 
 
-def our_ways(added: ps.Embedding, batch: int) -> dict[str, tuple[Way | None, bool]]:
-    out = torch.empty(batch, added.dim)
+def our_ways(added: ps.Embedding) -> dict[str, tuple[Way | None, bool]]:
+    out = torch.empty(BATCH, added.dim)
     return {
         "pull": (lambda ids, _: added.pull(ids, out[: len(ids)]), True),
         "push": (lambda ids, values: added.push(ids, values).wait(), True),
@@ -122,8 +123,8 @@ def redis_ways(server: Redis | None) -> dict[str, tuple[Way | None, bool]]:
 class Laps:
     """Batches of ids and rows, and by way the rates at which laps have done them."""
 
-    def __init__(self, ids: torch.Tensor, batch: int, dim: int) -> None:
-        self.work = [(each, torch.ones(len(each), dim)) for each in ids.split(batch)]
+    def __init__(self, ids: torch.Tensor, dim: int) -> None:
+        self.work = [(each, torch.ones(len(each), dim)) for each in ids.split(BATCH)]
         self.rates: dict[str, list[float]] = {}
 
     def run(self, ways: dict[str, tuple[Way | None, bool]]) -> None:
@@ -134,19 +135,16 @@ class Laps:
                     self.rates.setdefault(name, []).append(speed)
 
 
-def measure(
-    rows: int, dims: list[int], batch: int, batches: int, exponent: float, apart: bool
-) -> list[dict[str, float]]:
-    torch.set_num_threads(1)
-    ids = zipf(rows, batch * batches, exponent, dist.get_rank())
-    return [measure_width(rows, dim, batch, ids, apart) for dim in dims]
+def measure(rows: int, dims: list[int], apart: bool) -> list[dict[str, float]]:
+    ids = zipf(rows, BATCH * BATCHES, dist.get_rank())
+    return [measure_width(rows, dim, ids, apart) for dim in dims]
 
 
-def measure_width(rows: int, dim: int, batch: int, ids: torch.Tensor, apart: bool) -> dict[str, float]:
+def measure_width(rows: int, dim: int, ids: torch.Tensor, apart: bool) -> dict[str, float]:
     store, rank, size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
-    laps = Laps(ids, batch, dim)
+    laps = Laps(ids, dim)
     if apart:
-        laps.run(torch_ways(rows, dim, batch))
+        laps.run(torch_ways(rows, dim))
     memory = rows * (dim * 4 + 60) // size + (128 << 20)
     with ps.join(store, rank=rank, size=size, memory=memory) as kv:
         added = ps.Embedding(kv, "added", dim, update=ps.reduce("sum"), mode=ps.asynchronous(), initial=(0, 0))
@@ -155,17 +153,17 @@ def measure_width(rows: int, dim: int, batch: int, ids: torch.Tensor, apart: boo
             added.push(some, torch.zeros(len(some), dim)).wait()
         kv.barrier()
         if apart:
-            laps.run(our_ways(added, batch))
+            laps.run(our_ways(added))
         else:
-            with redis(dim, rows, batch) as server:
-                laps.run(our_ways(added, batch) | torch_ways(rows, dim, batch) | redis_ways(server))
+            with redis(dim, rows) as server:
+                laps.run(our_ways(added) | torch_ways(rows, dim) | redis_ways(server))
         kv.barrier()
         check(added, ids, rows)
         gigabytes = [each["memory"] / 1e9 for each in kv.stats()["servers"].values()]
         kv.barrier()
     if apart:
-        laps.run(torch_ways(rows, dim, batch))
-    distinct = statistics.mean(len(torch.unique(each)) / batch for each in ids.split(batch))
+        laps.run(torch_ways(rows, dim))
+    distinct = statistics.mean(len(torch.unique(each)) / BATCH for each in ids.split(BATCH))
     found = {"dim": dim, "distinct": distinct, "GB of a server": max(gigabytes)}
     return found | {name: statistics.median(each) for name, each in laps.rates.items()}
 
@@ -184,15 +182,12 @@ def rows(
     workers: int = 1,
     rows: str = "1M",
     dims: tuple[int, ...] = (16, 64),
-    batch: int = 16384,
-    batches: int = 30,
-    exponent: float = 1.0,
     apart: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Rows of a table by Zipf-distributed ids: ps.Embedding, torch on one tensor in one process, Redis.
 
-    Millions of rows per second, all workers together, medians of laps in turn. A lap has so many batches of so many
-    ids, which repeat as Zipf's law of that exponent has it. The table has 1M (a million) rows of 16 and of 64 numbers.
+    Millions of rows per second, all workers together, medians of laps in turn. A lap has 30 batches of 16384
+    ids, which repeat as Zipf's law has it. The table has 1M (a million) rows of 16 and of 64 numbers.
 
         pull, push                  Embedding.pull(ids); Embedding.push(ids, gradients).wait(), which adds
         index_select, index_add_    torch on a tensor with all rows, one thread
@@ -204,7 +199,7 @@ def rows(
     Redis, which needs more memory for each row, not at all. It fails if pushed rows are not the sums.
     """
     count = int(float(rows.rstrip("KM")) * {"K": 1_000, "M": 1_000_000}.get(rows[-1], 1))
-    for row in harness.start_ranks(workers, measure, count, list(dims), batch, batches, exponent, apart):
+    for row in harness.start_ranks(workers, measure, count, list(dims), apart):
         pairs = [("pull", "index_select"), ("push", "index_add_"), ("pull", "MGET"), ("push", "MSET")]
         ratios = {f"{ours}/{theirs}": row[ours] / row[theirs] for ours, theirs in pairs if theirs in row}
         yield {"workers": workers, "rows": count, **row, **ratios}

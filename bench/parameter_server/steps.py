@@ -108,7 +108,6 @@ def steps(
     optimizer: Literal["SGD", "AdamW"] = "SGD",
     seconds: float = 0.3,
     peers: tuple[str, ...] = (),
-    setup_only: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """A synchronous step's exchange and update: through the parameter server, and by what one would use instead.
 
@@ -120,15 +119,14 @@ def steps(
         all_reduce   ringreduce.all_reduce, then the optimizer on every rank
         pull, memcpy  a pull alone, and a copy of as many bytes in one process
 
-    --peers are libraries that one would build a store with (bench/parameter_server/peers.py), `all` or names of them.
-    --setup-only installs them in bench/.peers, and ends. Each is started for its laps and ended after them. It fails
-    if the ways end with different values.
+    --peers are libraries that one would build a store with (bench/parameter_server/peers.py), `all` or names of
+    them, which are installed in bench/.peers. Each is started for its laps and ended after them. It fails if the ways
+    end with different values.
     """
     names = list(libraries.PEERS) if "all" in peers else list(peers)
     if unknown := set(names) - libraries.PEERS.keys():
         raise harness.CannotRun(f"--peers: there is no {' '.join(unknown)}; there are all {' '.join(libraries.PEERS)}")
     for name in names:
         libraries.install(name)
-    if not setup_only:
-        for row in harness.start_ranks(workers, measure, list(sizes), optimizer, seconds, names):
-            yield {"workers": workers, "optimizer": optimizer, **row}
+    for row in harness.start_ranks(workers, measure, list(sizes), optimizer, seconds, names):
+        yield {"workers": workers, "optimizer": optimizer, **row}
