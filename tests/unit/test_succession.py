@@ -44,6 +44,8 @@ be older when that host is cut off (docs/parameter_server.md), and is not search
 from __future__ import annotations
 
 import collections
+import contextlib
+import gc
 import random
 import time
 from array import array
@@ -232,6 +234,16 @@ Events = Iterator[tuple[World, bool]]
 """The worlds that may follow, each with whether it takes something that need not happen."""
 
 
+@contextlib.contextmanager
+def without_collector() -> Iterator[None]:
+    """It would look through all worlds again and again, none of which is part of a circle."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 class Search:
     """All worlds that can be reached. Seeded bugs are subclasses."""
 
@@ -256,6 +268,7 @@ class Search:
             scenario.leaves, scenario.moves, scenario.backups,
         )  # fmt: skip
 
+    @without_collector()
     def run(self, most: int = 10**6) -> int:
         """Returns how many worlds there are. Raises `Broken`."""
         number: dict[Any, int] = {self.start: 0}
@@ -762,6 +775,8 @@ class Group(Search):
         super().__init__(scenario)
         self.searches = [Search(replace(scenario, workers=self.seen_from(server))) for server in range(servers)]
         self.start: Any = tuple(search.start for search in self.searches)
+        self.following: list[dict[World, list[tuple[World, bool]]]] = [{} for _ in self.searches]
+        """By server, what `Search.alone` gives for its world, which is part of many worlds here."""
 
     def local(self, process: int, server: int) -> int:
         """Each server counts processes from its own on."""
@@ -775,7 +790,10 @@ class Group(Search):
         asking = [self.asking(world, server) for server, world in enumerate(worlds)]
         for server, search in enumerate(self.searches):
             others = set().union(*asking[:server], *asking[server + 1 :])
-            for following, costs in search.alone(worlds[server]):
+            known = self.following[server]
+            if worlds[server] not in known:
+                known[worlds[server]] = list(search.alone(worlds[server]))
+            for following, costs in known[worlds[server]]:
                 if others.isdisjoint(self.asking(following, server)):
                     yield (*worlds[:server], following, *worlds[server + 1 :]), costs
         processes = range(self.scenario.processes)
