@@ -215,10 +215,19 @@ def test_a_part_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest
     torch_cuda.build()  # which may take longer than the part may
     (tmp_path / "slow.py").write_text(SLOW)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setitem(proof.PARTS, "slow", proof.Part("slow", "slow", limit=15))
+    monkeypatch.setitem(proof.PARTS, "slow", proof.Part("slow", "slow", limit=0))
+    monkeypatch.setattr(proof, "KILL_SECONDS", 1)  # for the last line of a log that is never closed
+    wait, report = subprocess.Popen.wait, tmp_path / "slow.json"
+
+    def wait_from_its_row_on(process: Any, seconds: float) -> int:
+        while not (report.exists() and "own_session" in report.read_text()):
+            time.sleep(0.02)
+        return wait(process, seconds)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", wait_from_its_row_on)
     assert proof.run("slow", tmp_path, True, []) == 1
-    found = json.loads((tmp_path / "slow.json").read_text())
-    assert (found["state"], found["why"]) == ("failed", "not done after 15 s")
+    found = json.loads(report.read_text())
+    assert (found["state"], found["why"]) == ("failed", "not done after 0 s")
     [row] = found["rows"]
     still_holds_the_output = running(row["own_session"])
     os.kill(row["own_session"], signal.SIGKILL)
