@@ -102,7 +102,7 @@ def read(streams: Streams) -> None:
 
 
 def main(store: str, folder: Path) -> None:
-    rank = int(os.environ["RANK"])
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     for fd in {0, 1, 2}.difference(closed_for(rank)):  # torchrun gives all ranks the same
         nothing = os.open(os.devnull, os.O_RDWR)
         if nothing != fd:
@@ -112,7 +112,7 @@ def main(store: str, folder: Path) -> None:
     if store == "env":
         made = {"store": next(dist.rendezvous("env://"))[0]}
     streams = Streams()
-    dist.init_process_group("ringreduce", rank=rank, world_size=RANKS, timeout=timedelta(seconds=100), **made)
+    dist.init_process_group("ringreduce", rank=rank, world_size=size, timeout=timedelta(seconds=100), **made)
     call(rank, streams)
     read(streams)
     dist.destroy_process_group()

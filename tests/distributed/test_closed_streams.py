@@ -197,24 +197,24 @@ RANK = (sys.executable, "-m", "bodies.closed_streams")
 KEEP = (sys.executable, "-m", "ringreduce", "keep")
 
 
-def said(folder: Path) -> list[str]:
-    return [(folder / str(rank)).read_text() for rank in range(RANKS)]
+def said(folder: Path, ranks: int) -> list[str]:
+    return [(folder / str(rank)).read_text() for rank in range(ranks)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("store", "keeper"), [("env", ()), ("file", ()), ("env", KEEP)])
+@pytest.mark.parametrize(("store", "keeper"), [("env", ()), ("file", KEEP)])
 def test_ranks_that_a_shell_starts(store: str, keeper: tuple[str, ...], tmp_path: Path) -> None:
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0]), "WORLD_SIZE": str(RANKS)}
     command = (*keeper, *RANK, store, str(tmp_path))
     ended(*(start(*command, closed=closed_for(rank), RANK=str(rank), **meeting) for rank in range(RANKS)))
-    assert said(tmp_path) == ["right"] * RANKS
+    assert said(tmp_path, RANKS) == ["right"] * RANKS
 
 
 @pytest.mark.slow
 def test_ranks_of_torchrun(tmp_path: Path) -> None:
-    command = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}")
+    command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     ended(start(*command, *RANK[1:], "env", str(tmp_path), closed=[0, 1, 2]))
-    assert said(tmp_path) == ["right"] * RANKS
+    assert said(tmp_path, 2) == ["right"] * 2
 
 
 def print_and_add(value: torch.Tensor, push: torch.Tensor, state: dict[str, Any], info: ps.Info) -> None:
