@@ -61,7 +61,7 @@ def test_a_rank_keeps_rests_of_what_it_rounds_alone() -> None:
     assert sum(found[:2]) == sum(found[2:]) == 4 * count and min(found) > 0
 
 
-CALLS = 40
+CALLS = 16
 BITS = {"bfloat16": 2.0**-8, "int8": 1 / 127, "int4": 1 / 7}
 """By wire_dtype: the error of one rounding, as a part of the largest value that is packed with it."""
 
