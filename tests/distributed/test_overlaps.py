@@ -228,7 +228,7 @@ def overlapping(me: Rank, transport: str) -> None:
 
     with me.join(options=TRANSPORTS[transport]):
         for name, case in CASES.items():
-            for call in range(600 // me.size**2):
+            for call in range(300 // me.size**2):
                 one_call(me, case, random.Random(f"{name} {call}"), empty, f"{name}, call {call}")
 
 
