@@ -190,7 +190,7 @@ def test_reductions(transport: str) -> None:
 @pytest.mark.parametrize("sixth", range(6))
 @pytest.mark.parametrize("transport", OPTIONS)
 def test_reductions_many_times(transport: str, sixth: int) -> None:
-    check(transport, 2, 100, CASES[sixth::6])
+    check(transport, 2, 25, CASES[sixth::6])
 
 
 def sparse(me: Rank) -> bytes:
