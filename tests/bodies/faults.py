@@ -245,21 +245,33 @@ MISMATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], tuple[str, str
 }
 
 
-def call_something_else(me: Rank, what: str, late: float) -> Any:
-    odd, usual, _ = MISMATCHES[what]
-    with me.join():
-        dist.all_reduce(torch.ones(10))
+def call_something_else(me: Rank, late: float) -> dict[str, Any]:
+    """By mismatch, each in a group of its own: the error, and when this rank began its call."""
+    found = {}
+    for what, (odd, usual, _) in MISMATCHES.items():
         starts = [time.monotonic()]
 
-        def call() -> None:
+        def call(mine: Callable[[], Any] = odd if me.rank == 1 else usual, starts: list[float] = starts) -> None:
             dist.barrier()  # a rank that is slow to come out of it may hear there of what the others did next
             time.sleep(late if me.rank == 1 else 0)
             starts.append(time.monotonic())
-            (odd if me.rank == 1 else usual)()
+            mine()
 
-        error = error_of(call)
+        with me.join(what):
+            dist.all_reduce(torch.ones(10))
+            found[what] = *error_of(call), starts[-1]
     regroup(me, list(range(me.size)))
-    return *error, starts[-1]
+    return found
+
+
+def mismatches_are_known(outcomes: list[dict[str, Any]], noticed: float) -> None:
+    """To all ranks at once, each with both calls."""
+    for what, (_, _, words) in MISMATCHES.items():
+        starts = [outcome[what][-1] for outcome in outcomes]
+        for kind, message, _, when, _ in (outcome[what] for outcome in outcomes):
+            assert kind is CollectiveMismatch, f"{what}: {message}"
+            assert all(part in message for part in words), f"{what}: {message}"
+            assert starts[1] <= when < max(starts) + noticed, what
 
 
 def leave_out_a_call(me: Rank) -> Any:
