@@ -533,7 +533,7 @@ def test_what_is_not_whole_is_refused(text: str, where: tuple[int, int], what: s
     assert str(error.value).startswith("paste: ")
 
 
-MOST_ENDS = 800
+MOST_ENDS = 300
 """Of a longer text not every end is tried: reading it takes longer too."""
 
 
