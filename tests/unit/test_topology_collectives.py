@@ -101,7 +101,7 @@ def limit(collective: str, size: int, widths: Widths) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("collective", COLLECTIVES[1:])  # test_topology_plan.py has all_reduce
 def test_all_subsets_of_the_cube_mesh_reach_the_bound(collective: str) -> None:
     every = {**dict.fromkeys(DOUBLE, 50.0), **dict.fromkeys(SINGLE, 25.0)}
     graph, tried = preset("dgx1-v100"), 0
