@@ -1,4 +1,4 @@
-"""The examples, started as their first lines say. Each compares itself with one process, and fails if it differs."""
+"""The examples. Each compares itself with one process, and fails if it differs."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from frameworks.launch import python, torchrun
+from frameworks.launch import python, ranks, torchrun
 from processes import ROOT
 
 TINY = r"by \d\.\de-1[1-9]"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ("fsdp", "tensor_parallel", "pipeline"))
 def test_example(name: str) -> None:
-    assert re.search(rf"a single process's {TINY}", torchrun(f"examples/{name}.py"))
+    assert re.search(rf"a single process's {TINY}", ranks(f"examples/{name}.py"))
 
 
 def test_semirings() -> None:
     """Each of its four results is compared with one process's."""
-    output = torchrun("examples/semirings.py")
+    output = ranks("examples/semirings.py")
     assert output.count("differs from a single process's by 0.0e+00") == 3
     assert re.search(rf"attention .* a single process's {TINY}", output)
 
@@ -65,8 +64,7 @@ SMALL = ("--params", "1e6", "--bucket-mb", "1", "--steps", "2", "--rounds", "1")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", (python, torchrun))
-@pytest.mark.parametrize("backend", ("ringreduce", "gloo"))
+@pytest.mark.parametrize(("start", "backend"), [(python, "gloo"), (ranks, "ringreduce")])
 def test_overlap(start: Callable[..., str], backend: str, tmp_path: Path) -> None:
     """Every rank's trace has all parts of each step; some all_reduce begins before its backward has ended."""
     trace, picture = tmp_path / "trace.json", tmp_path / "picture.png"

@@ -9,22 +9,27 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from frameworks.launch import ROOT, environment, torchrun
+from frameworks.launch import ROOT, environment, ranks, torchrun
 
-KEEP = ("--no-python", sys.executable, "-m", "ringreduce", "keep", sys.executable, "examples/search.py")
+PROGRAM = "examples/search.py"
+KEEP = ("--no-python", sys.executable, "-m", "ringreduce", "keep", sys.executable, PROGRAM)
 
 
-def search(*arguments: str, ranks: int = 2) -> tuple[list[tuple[int, int]], str]:
-    """Trial and number of epochs of each row, best first, and all output."""
-    output = torchrun(f"--nproc-per-node={ranks}", *KEEP, *arguments)
+def kept(*arguments: str, size: int = 2) -> str:
+    """Ranks that are started again when they die."""
+    return torchrun(f"--nproc-per-node={size}", *KEEP, *arguments)
+
+
+def rows_of(output: str) -> list[tuple[int, int]]:
+    """Trial and number of epochs of each row, best first."""
     rows = re.findall(r"^trial (\d+) +lr .* (\d+) epochs, loss \d", output, re.M)
-    return [(int(trial), int(epochs)) for trial, epochs in rows], output
+    return [(int(trial), int(epochs)) for trial, epochs in rows]
 
 
 @pytest.mark.slow
 def test_each_trial_has_a_row() -> None:
-    rows, output = search("--trials", "3", "--epochs", "1")
-    assert sorted(rows) == [(0, 1), (1, 1), (2, 1)] and "3 of 3 trials in" in output
+    output = ranks(PROGRAM, "--trials", "3", "--epochs", "1")
+    assert sorted(rows_of(output)) == [(0, 1), (1, 1), (2, 1)] and "3 of 3 trials in" in output
 
 
 def test_a_package_that_is_missing_is_named() -> None:
@@ -40,8 +45,8 @@ def test_a_package_that_is_missing_is_named() -> None:
 @pytest.mark.slow
 def test_a_killed_trial_is_named_and_the_others_finish(tmp_path: Path) -> None:
     picture = tmp_path / "search.png"
-    rows, output = search("--trials", "3", "--epochs", "2", "--kill", "1", "--png", str(picture))
-    assert sorted(rows) == [(0, 2), (2, 2)]
+    output = kept("--trials", "3", "--epochs", "2", "--kill", "1", "--png", str(picture))
+    assert sorted(rows_of(output)) == [(0, 2), (2, 2)]
     assert re.search(r"^trial 1 +was lost: rank [01] died$", output, re.M) and "2 of 3 trials in" in output
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -49,9 +54,8 @@ def test_a_killed_trial_is_named_and_the_others_finish(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_all_ranks_of_a_trial_end_together() -> None:
     """The program compares the numbers of epochs of a trial's ranks. One trial loses one of its two ranks."""
-    rows, output = search(
-        "--how", "halving", "--group-size", "2", "--trials", "8", "--epochs", "4", "--kill", "0", ranks=4
-    )
+    output = kept("--how", "halving", "--group-size", "2", "--trials", "8", "--epochs", "4", "--kill", "0", size=4)
+    rows = rows_of(output)
     assert sorted(trial for trial, _ in rows) == list(range(1, 8))
     assert re.search(r"^trial 0 +was lost: .*rank [13]\b.* died", output, re.M)
     assert {epochs for _, epochs in rows} >= {1, 4}, "none was pruned, or none was trained to the end"
@@ -59,8 +63,8 @@ def test_all_ranks_of_a_trial_end_together() -> None:
 
 @pytest.mark.slow
 def test_halving_finds_one_of_the_best() -> None:
-    whole, _ = search("--epochs", "8")
-    halved, _ = search("--how", "halving", "--epochs", "8")
+    whole = rows_of(ranks(PROGRAM, "--epochs", "8"))
+    halved = rows_of(ranks(PROGRAM, "--how", "halving", "--epochs", "8"))
     assert len(whole) == len(halved) == 16
     assert halved[0][0] in [trial for trial, _ in whole[:3]]
     assert sum(epochs for _, epochs in halved) < 0.75 * sum(epochs for _, epochs in whole)
@@ -68,8 +72,8 @@ def test_halving_finds_one_of_the_best() -> None:
 
 @pytest.mark.slow
 def test_a_population_takes_over_what_is_better() -> None:
-    rows, output = search("--how", "population", "--epochs", "4")
-    assert sorted(rows) == [(0, 4), (1, 4)]
+    output = ranks(PROGRAM, "--how", "population", "--epochs", "4")
+    assert sorted(rows_of(output)) == [(0, 4), (1, 4)]
     momenta = re.findall(r"momentum ([\d.]+)", output)
     assert momenta[0] == momenta[1], "they had different ones"
 
@@ -94,5 +98,5 @@ def test_a_population_does_not_wait_for_a_team_that_died_before_its_start() -> N
 @pytest.mark.slow
 @pytest.mark.skipif(not find_spec("optuna"), reason="Optuna is not installed: make ecosystem")
 def test_optuna(tmp_path: Path) -> None:
-    rows, output = search("--optuna", str(tmp_path / "journal"), "--trials", "6", "--epochs", "3")
-    assert sorted(trial for trial, _ in rows) == list(range(6)), output
+    output = ranks(PROGRAM, "--optuna", str(tmp_path / "journal"), "--trials", "6", "--epochs", "3")
+    assert sorted(trial for trial, _ in rows_of(output)) == list(range(6)), output

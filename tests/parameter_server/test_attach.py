@@ -10,7 +10,7 @@ import bodies.parameter_server as one_host
 import pytest
 import torch
 from distributed.harness import Rank, run
-from frameworks.launch import python, torchrun
+from frameworks.launch import alone, ranks
 from torch import nn
 from torch.nn.utils import prune
 
@@ -717,12 +717,11 @@ def test_unsuitable_optimizers_and_foreign_parameters_are_refused() -> None:
 
 
 def test_the_example_by_itself() -> None:
-    assert "worker 0: the bits of one process" in python("examples/train_push_pull.py", "--epochs", "3")
+    assert "worker 0: the bits of one process" in alone("examples/train_push_pull.py", "--epochs", "3")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ("sync", "asynchronous", "ssp"))
-def test_the_example_under_torchrun(mode: str) -> None:
-    output = torchrun("examples/train_push_pull.py", "--mode", mode, "--epochs", "5")
+def test_the_example_on_two_ranks(mode: str) -> None:
+    output = ranks("examples/train_push_pull.py", "--mode", mode, "--epochs", "5")
     assert output.count("the bits of one process") == (2 if mode == "sync" else 0)
     assert output.count("worker") >= 2

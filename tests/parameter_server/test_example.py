@@ -1,11 +1,11 @@
-"""examples/push_pull.py and examples/train_local_steps.py, started as their first lines say."""
+"""examples/push_pull.py and examples/train_local_steps.py."""
 
 from __future__ import annotations
 
 import re
 
 import pytest
-from frameworks.launch import python, torchrun
+from frameworks.launch import alone, python, ranks
 
 
 def losses(output: str) -> list[tuple[float, float]]:
@@ -13,15 +13,14 @@ def losses(output: str) -> list[tuple[float, float]]:
 
 
 def test_by_itself() -> None:
-    output = python("examples/push_pull.py")
+    output = alone("examples/push_pull.py")
     assert "worker 0: the bits of one process" in output
     assert all(after < before / 2 for before, after in losses(output))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ("sync", "asynchronous", "ssp"))
-def test_under_torchrun(mode: str) -> None:
-    output = torchrun("examples/push_pull.py", "--mode", mode)
+def test_on_two_ranks(mode: str) -> None:
+    output = ranks("examples/push_pull.py", "--mode", mode)
     assert len(losses(output)) == 2 and all(after < before / 2 for before, after in losses(output))
     assert output.count("the bits of one process") == (2 if mode == "sync" else 0)
 
