@@ -221,8 +221,9 @@ def test_a_rank_that_goes_on_after_the_timeout_takes_nothing_that_was_changed(sh
             ranks.results()
 
 
-def test_mismatches_are_known_to_all_ranks_at_once() -> None:
-    faults.mismatches_are_known(run(placed, 3, [0, 1, 0], faults.call_something_else, 0.0), NOTICED)
+@pytest.mark.parametrize(("hosts", "late"), ((None, 0.0), ([0, 1, 0], 0.3)), ids=("tcp", "2 hosts, one rank late"))
+def test_mismatches_are_known_to_all_ranks_at_once(hosts: Hosts, late: float) -> None:
+    faults.mismatches_are_known(run(placed, 3, hosts, faults.call_something_else, late), NOTICED)
 
 
 def test_a_rank_is_dead_though_a_child_of_it_lives() -> None:

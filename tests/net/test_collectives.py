@@ -16,24 +16,15 @@ from bodies.collectives import (
     COLLECTIVES,
     SMALL_SLOTS,
     all_reduce,
-    every_operation,
-    futures_and_callbacks,
-    name_of,
-    overlapping_groups,
     same,
     sizes,
     total,
     values,
 )
 from bodies.surface import (
-    batches_of_messages,
     beside_a_hanging_call,
     coalesced_collectives,
-    missing_ranks,
-    shrinking,
     shrinking_by_force,
-    splitting,
-    subgroups_and_meshes,
 )
 from net.network import Network, unavailable
 from net.ranks import Rank, run
@@ -100,26 +91,6 @@ def test_all_collectives_of_large_sizes(network: Network, placement: list[int]) 
     run(network, placement, every_collective, ringreduce.Options(), MANY, MANY)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.int32, torch.bool), ids=name_of)
-@pytest.mark.parametrize("placement", ([0, 1], [0, 0, 1, 1]), ids=("2 x 1", "2 x 2"))  # whose averages are exact
-def test_every_operation(network: Network, placement: list[int], dtype: torch.dtype) -> None:
-    run(network, placement, every_operation, dtype)
-
-
-def every_root(me: Rank) -> None:
-    rooted = [COLLECTIVES[name] for name in ("broadcast", "reduce", "gather", "scatter")]
-    with me.join(options=SMALL_SLOTS):
-        for collective in rooted:
-            for root in range(me.size):
-                for count in (3, 30_011):
-                    collective(me, count, root)
-
-
-@each_placement
-def test_every_root(network: Network, placement: list[int]) -> None:
-    run(network, placement, every_root)
-
-
 def over_and_over(me: Rank) -> None:
     """Calls of all sizes in a row: what one leaves on its way meets the next."""
     with me.join(options=SMALL_SLOTS):
@@ -179,27 +150,9 @@ def test_the_first_call_of_a_group(network: Network, collective: str) -> None:
 # asynchronous calls, messages and groups: as on one host
 
 
-@pytest.mark.parametrize("placement", ([0, 1], [0, 1, 0], [0, 1, 2]), ids=str)
-def test_asynchronous_calls(network: Network, placement: list[int]) -> None:
-    run(network, placement, futures_and_callbacks)
-
-
-@each_placement
-def test_batches_of_messages(network: Network, placement: list[int]) -> None:
-    run(network, placement, batches_of_messages)
-
-
 @pytest.mark.parametrize("asynchronous", (False, True))
 def test_coalesced_collectives(network: Network, asynchronous: bool) -> None:
     run(network, [0, 1, 1], coalesced_collectives, asynchronous)
-
-
-@pytest.mark.parametrize("placement", ([0, 0, 1, 1], [0, 1, 0, 1], [0, 1, 2, 2]), ids=str)
-@pytest.mark.parametrize(
-    "body", (overlapping_groups, subgroups_and_meshes, splitting, shrinking, missing_ranks), ids=lambda f: f.__name__
-)
-def test_groups_of_some_ranks(network: Network, body: Callable[[Rank], None], placement: list[int]) -> None:
-    run(network, placement, body)
 
 
 @pytest.mark.parametrize("body", (shrinking_by_force, beside_a_hanging_call), ids=lambda f: f.__name__)

@@ -22,16 +22,12 @@ import torch.distributed as dist
 from bodies.collectives import all_reduce
 from bodies.faults import (
     abort_while_waiting,
-    call_something_else,
-    destroy_early,
     error_of,
     leave_out_a_call,
-    mismatches_are_known,
-    recv_another_size,
     recv_from_nobody,
     reduce_in_a_loop,
 )
-from bodies.lifecycle import in_child, leave_a_child_behind, load_and_reduce
+from bodies.lifecycle import in_child, leave_a_child_behind
 from bodies.surface import dead_at_the_barrier
 from net.network import Network, unavailable
 from net.ranks import Rank, Ranks, run, until_told
@@ -219,25 +215,7 @@ def test_forked_children_hold_no_connection(network: Network) -> None:
     run(network, [0, 1, 2], fork_while_busy)
 
 
-def test_data_loader_with_forked_workers(network: Network) -> None:
-    run(network, [0, 1], load_and_reduce)
-
-
 # stopped and late ranks
-
-
-@pytest.mark.parametrize("placement", ([0, 1, 2], [0, 1, 0]), ids=str)
-def test_survivors_of_a_stop_time_out_and_name_the_stopped_rank(network: Network, placement: list[int]) -> None:
-    with Ranks(network, placement, reduce_in_a_loop, 60.0, 3.0, [0, 1, 2]) as ranks:
-        ranks.reports()
-        time.sleep(0.3)
-        stopped = ranks.signal(1, signal.SIGSTOP)
-        for kind, message, culprit, when in ranks.reports(but=[1]):
-            assert (kind, culprit) == (CollectiveTimeout, 1), message
-            assert "rank 1" in message and str(ranks.pid(1)) in message
-            assert stopped + 2.8 < when < stopped + 5.0
-        ranks.signal(1, signal.SIGCONT)
-        ranks.results()
 
 
 def test_a_stop_shorter_than_the_timeout_is_no_error(network: Network) -> None:
@@ -287,24 +265,10 @@ def test_a_rank_that_does_not_join_is_named(network: Network) -> None:
 # mismatches and ends
 
 
-@pytest.mark.parametrize("placement, late", (([0, 1, 2], 0.0), ([0, 1, 0], 0.7), ([0, 1, 1], 0.0)), ids=str)
-def test_mismatches_are_known_to_all_ranks_at_once(network: Network, placement: list[int], late: float) -> None:
-    mismatches_are_known(run(network, placement, call_something_else, late), NOTICED)
-
-
 def test_leaving_out_a_call_is_a_mismatch(network: Network) -> None:
     for kind, message, *_ in run(network, [0, 1, 2], leave_out_a_call):
         assert kind is CollectiveMismatch
         assert "count=13" in message and "count=14" in message
-
-
-def test_recv_of_another_size_or_dtype_leaves_the_group_usable(network: Network) -> None:
-    run(network, [0, 1], recv_another_size)
-
-
-@pytest.mark.parametrize("placement", ([0, 1, 2], [0, 0, 1]), ids=str)
-def test_destroying_a_group_ends_the_calls_under_way(network: Network, placement: list[int]) -> None:
-    run(network, placement, destroy_early)
 
 
 @pytest.mark.parametrize("placement", ([0, 1, 2], [0, 1, 1]), ids=str)
