@@ -223,18 +223,19 @@ FLAGS = ["-std=c++20", "-O1", *WARNINGS, *UNUSED]
 
 
 @functools.cache
-def standard_headers() -> Path:
-    """Compiled once, what all include of the standard library: more than the rest of their text."""
+def standard_headers() -> tempfile.TemporaryDirectory[str]:
+    """A folder with standard.h, compiled once: what all include of the standard library, more than their own text."""
     names = ("algorithm", "chrono", "deque", "map", "optional", "queue", "random", "set", "string", "variant", "vector")
-    header = Path(tempfile.mkdtemp(), "standard.h")
+    folder = tempfile.TemporaryDirectory()
+    header = Path(folder.name, "standard.h")
     header.write_text("".join(f"#include <{name}>\n" for name in names))
     subprocess.run(["c++", *FLAGS, "-x", "c++-header", str(header), "-o", f"{header}.gch"], check=True)
-    return header
+    return folder
 
 
 def compile_object(source: Path, folder: Path, headers: Path = ROOT / "csrc") -> Path:
     made = folder / f"{source.stem}.o"
-    flags = [*FLAGS, f"-I{headers}", "-Icsrc", "-include", str(standard_headers())]
+    flags = [*FLAGS, f"-I{headers}", "-Icsrc", "-include", f"{standard_headers().name}/standard.h"]
     subprocess.run(["c++", *flags, "-c", str(source), "-o", str(made)], cwd=ROOT, check=True)
     return made
 
