@@ -34,9 +34,7 @@ def test_least_traffic(collective: str, megabytes: int) -> None:
 
 
 def test_sizes_are_rounded_up_to_equal_parts_without_repetition() -> None:
-    counts = {
-        name: [layout.count for layout in peers.layouts(name, 16, (8, 64, 100))] for name in COLLECTIVES
-    }
+    counts = {name: [layout.count for layout in peers.layouts(name, 16, (8, 64, 100))] for name in COLLECTIVES}
     assert counts["all_reduce"] == counts["broadcast"] == [2, 16, 25]
     assert counts["all_gather"] == counts["reduce_scatter"] == counts["all_to_all"] == [16, 32]
 
