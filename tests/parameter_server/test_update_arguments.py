@@ -73,9 +73,8 @@ def with_backups(me: Rank, kind: Any, arguments: dict[str, Any], *dooms: Any) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("times", [5, 9])
 @pytest.mark.parametrize("step", ["taken", "logged", "updated", "answered"])
-@pytest.mark.parametrize(("kind", "arguments"), KINDS[:2])
+@pytest.mark.parametrize(("kind", "arguments", "times"), [(*KINDS[0], 5), (*KINDS[1], 9)])
 def test_a_backup_has_them(kind: Any, arguments: dict[str, Any], step: str, times: int) -> None:
     size = backed_up.SERVERS + backed_up.WORKERS
     with Ranks(with_backups, size, kind, arguments, (1, "server", step, times)) as ranks:
