@@ -18,6 +18,7 @@ import torch.distributed as dist
 from distributed.harness import Rank, Ranks
 from processes import deadline
 
+from ringreduce import cli
 from ringreduce.cli import top
 from ringreduce.groups.lookup import backend_of
 
@@ -93,12 +94,12 @@ def calls_all_the_time(me: Rank) -> None:
             time.sleep(0.01)  # the commands need a core
 
 
-def test_rates_and_the_command() -> None:
-    command = [sys.executable, "-m", "ringreduce", "top", "--once", "--interval", "0.5"]
+def test_rates_and_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["top", "--interval", "0.5"]
     with Ranks(calls_all_the_time, 2) as ranks:
         pids, (name, _), (job, _) = zip(*ranks.reports(), strict=True)
-        done = subprocess.run([*command, "--json"], capture_output=True, check=True, timeout=deadline())
-        (group,) = [each for each in json.loads(done.stdout) if each["ranks"][0]["pid"] == pids[0]]
+        assert cli.main([*words, "--once", "--json"]) == 0
+        (group,) = [each for each in json.loads(capsys.readouterr().out) if each["ranks"][0]["pid"] == pids[0]]
         user = pwd.getpwuid(os.getuid()).pw_name
         program = Path(f"/proc/{pids[0]}/cmdline").read_text().rstrip("\0").replace("\0", " ")
         assert {key: group[key] for key in ("name", "job", "size", "user", "program")} == {
@@ -110,10 +111,11 @@ def test_rates_and_the_command() -> None:
         }
         for each in group["ranks"]:
             assert each["calls_per_s"] > 0 and 0 < each["bytes_per_s"] <= each["calls_per_s"] * 4000
-        shown = subprocess.run(command, capture_output=True, check=True, timeout=deadline(), text=True).stdout
+        assert cli.main([*words, "--once"]) == 0
+        shown = capsys.readouterr().out
         assert all(str(pid) in shown for pid in pids) and "\x1b" not in shown
         assert f"group {name} of 2 ranks, job {job}, {user}: {program[: top.LONGEST_PROGRAM]}" in shown
-        watching = subprocess.Popen([*command[:-3], "--json"], stdout=subprocess.PIPE)
+        watching = subprocess.Popen([sys.executable, "-m", "ringreduce", "top", "--json"], stdout=subprocess.PIPE)
         assert watching.stdout is not None and json.loads(watching.stdout.readline())
         watching.send_signal(signal.SIGINT)
         assert watching.wait(deadline()) == 0
