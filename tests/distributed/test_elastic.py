@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import threading
 import time
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from bodies.elastic import STEPS, come, start, tell, train
+from bodies.elastic import STEPS, come, start, train
 from distributed.harness import Rank, Ranks, run
 
 from ringreduce.errors import Expelled
@@ -119,53 +118,3 @@ def test_forked_children_do_not_keep_an_old_view_alive() -> None:
         ranks.reports()
         ranks.signal(2, signal.SIGKILL)
         assert ranks.results(but=(2,)) == [(1, 2, 1)] * 2
-
-
-def trial(number: int) -> None:
-    """Random kills and joins. All ranks that are left end with the parameters of a single process."""
-    draw = random.Random(number)
-    first, joiners = draw.randint(2, 4), draw.randint(0, 2)
-    doomed = draw.sample(range(first + joiners), draw.randint(1, first - 1))
-    size = first + joiners - len(doomed)
-    with Ranks(train, first + joiners, first, {"size": size, "step": 1, "told": 1}) as ranks:
-        ranks.reports(but=tuple(range(first, first + joiners)))
-        events = [("kill", rank) for rank in doomed] + [("come", rank) for rank in range(first, first + joiners)]
-        draw.shuffle(events)
-        for what, rank in sorted(events, key=lambda event: event[0] == "kill" and event[1] >= first):
-            if what == "come":
-                come(ranks, rank)
-            else:
-                ranks.signal(rank, signal.SIGKILL)
-            time.sleep(draw.choice((0, 0.001, 0.01, 0.05, 0.2)))
-        tell(ranks, "over")
-        results = ranks.results(but=tuple(doomed))
-        assert {each["size"] for each in results} == {size}, (number, results)
-        assert sorted(each["rank"] for each in results) == list(range(size)), (number, results)
-
-
-@pytest.mark.slow
-def test_random_kills_and_joins() -> None:
-    for number in range(10):
-        trial(number)
-
-
-def main() -> None:
-    """cd tests && python -m distributed.test_elastic FIRST LAST: these trials, here and in test_survivors."""
-    import importlib
-    import sys
-
-    from distributed import test_survivors
-
-    importlib.import_module("conftest")
-    for number in range(int(sys.argv[1]), int(sys.argv[2])):
-        for one in (trial, test_survivors.trial):
-            began = time.monotonic()
-            try:
-                one(number)
-                print(number, one.__module__, f"right {time.monotonic() - began:.1f} s", flush=True)
-            except (AssertionError, pytest.fail.Exception) as error:
-                print(number, one.__module__, "WRONG", error, flush=True)
-
-
-if __name__ == "__main__":
-    main()
