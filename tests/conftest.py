@@ -23,6 +23,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Where groups that break leave their flight records, of which tests make many.
 os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{tempfile.mkdtemp()}/rank")
 
+# torch's store looks up the name of each address that connects, and answers nobody meanwhile. A name server that is
+# busy or cannot be reached would hold up each start of ranks for 5 s and more.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 # What groups run must not depend on a probe of the machine; tests of the tuning say otherwise.
 os.environ.setdefault("RINGREDUCE_TUNING", "off")
 
