@@ -44,6 +44,7 @@ def train(name: str, seed: int) -> tuple[float, int]:
         kv.barrier()
         begin, steps = time.perf_counter(), 0
         while not done:
+            optimizer.zero_grad()
             some = torch.randint(len(digits.x), (BATCH,), generator=generator)
             nn.functional.cross_entropy(model(digits.x[some]), digits.y[some]).backward()
             optimizer.step()
