@@ -15,6 +15,7 @@
 #include <cerrno>
 #include <cstring>
 #include <mutex>
+#include <new>
 #include <set>
 #include <utility>
 
@@ -97,10 +98,12 @@ void Connection::close() {
   sending_.clear();
 }
 
-Error Connection::failure() const {
+// Throws what the latest system call failed by: bad_alloc if the kernel has no memory for it, which is no peer's fault.
+void Connection::fail() const {
+  if (errno == ENOBUFS || errno == ENOMEM) throw std::bad_alloc();
   std::string why = std::strerror(errno);
   if (errno == ETIMEDOUT) why += hint_of_mtu();
-  return Error(ErrorKind::peer_lost, why + " (" + path_ + ")");
+  throw Error(ErrorKind::peer_lost, why + " (" + path_ + ")");
 }
 
 // What to look for if frames that fit one packet passed, and the first that fills packets did not.
@@ -162,7 +165,7 @@ bool Connection::write_some() {
     // says that it is at its end: that is for receive() to find.
     const bool peer_is_gone = errno == ECONNRESET || errno == EPIPE;
     if (errno == EAGAIN || errno == EINTR || peer_is_gone) return false;
-    throw failure();
+    fail();
   }
   sent_ += static_cast<std::size_t>(done);
   traffic_.bytes_out += static_cast<std::size_t>(done);
@@ -200,7 +203,7 @@ Connection::Received Connection::receive(int peer, FrameUser& user) {
   const ssize_t read = readv(socket(), parts.data(), static_cast<int>(count));
   if (read == 0) return Received::end;
   if (read < 0) {
-    if (errno != EAGAIN && errno != EINTR) throw failure();
+    if (errno != EAGAIN && errno != EINTR) fail();
     return Received::nothing;
   }
   const auto bytes = static_cast<std::size_t>(read);

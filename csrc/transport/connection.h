@@ -127,7 +127,7 @@ class Connection {
   bool take(std::deque<Frame>& queue, bool farewell);
   bool write_some();
   void digest(int peer, FrameUser& user);
-  Error failure() const;
+  [[noreturn]] void fail() const;
   std::string hint_of_mtu() const;
 
   PrivateDescriptor socket_;
