@@ -24,6 +24,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <new>
 #include <string_view>
 #include <system_error>
@@ -38,13 +39,18 @@ enum Kind : unsigned {
   descriptor = 8,
   socket_call = 16,
   wait = 32,
-  tensor = 64
+  tensor = 64,
+  process = 128,
+  disk = 256
 };
+
+constexpr std::uint64_t kAnew = ~0ull;
 
 std::atomic<unsigned> armed{0};
 std::atomic<std::uint64_t> asked{0}, failing{0};
 std::atomic<void*> failed_at{nullptr};
 std::atomic<std::int64_t> delay{0};  // nanoseconds that the request takes instead of failing; 0: it fails
+std::atomic<std::uintptr_t> failed_before[1 << 13];  // a hash table of places, for kAnew
 std::uintptr_t module_begin = 0, module_end = 0;
 
 // Parts of the module that may not fail, as offsets.
@@ -54,6 +60,16 @@ struct LeftOut {
 const LeftOut* left_out = nullptr;
 std::size_t left_out_count = 0;  // sorted
 
+// Whether no request made at `place` has failed before this one.
+bool is_new(void* place) {
+  const auto at = reinterpret_cast<std::uintptr_t>(place);
+  for (auto i = at * 0x9E3779B97F4A7C15 >> 51;; i = (i + 1) % std::size(failed_before)) {
+    std::uintptr_t there = 0;
+    if (failed_before[i].compare_exchange_strong(there, at)) return true;
+    if (there == at) return false;
+  }
+}
+
 // Whether this request, made from `place`, is the one that fails.
 bool fails(Kind kind, void* place) {
   if ((armed.load(std::memory_order_acquire) & kind) == 0) return false;
@@ -61,8 +77,15 @@ bool fails(Kind kind, void* place) {
   const auto* const after = std::upper_bound(left_out, left_out + left_out_count, at,
                                              [](std::uintptr_t a, const LeftOut& each) { return a < each.begin; });
   if (after != left_out && at <= (after - 1)->end) return false;
-  if (asked.fetch_add(1) + 1 != failing.load()) return false;
-  failed_at = place;
+  const bool is_next = asked.fetch_add(1) + 1 == failing.load();
+  if (void* none = nullptr; failing.load() == kAnew) {
+    if (!failed_at.compare_exchange_strong(none, place)) return false;
+    if (!is_new(place)) return failed_at = nullptr, false;
+  } else if (is_next) {
+    failed_at = place;
+  } else {
+    return false;
+  }
   if (const std::int64_t most = delay.load(); most > 0) {
     const timespec pause{most / 1'000'000'000, most % 1'000'000'000};
     nanosleep(&pause, nullptr);
@@ -105,6 +128,14 @@ int posix_memalign_(void** memory, std::size_t alignment, std::size_t bytes) {  
 void* mmap_(void* at, std::size_t bytes, int protection, int flags, int fd, off_t offset) {
   OR_FAIL(mapping, ENOMEM, MAP_FAILED);
   return mmap(at, bytes, protection, flags, fd, offset);
+}
+int fallocate_(int fd, int mode, off_t begin, off_t bytes) {
+  OR_FAIL(mapping, ENOSPC, -1);
+  return fallocate(fd, mode, begin, bytes);
+}
+ssize_t pwrite_(int fd, const void* from, std::size_t bytes, off_t at) {
+  OR_FAIL(disk, ENOSPC, -1);
+  return pwrite(fd, from, bytes, at);
 }
 int ftruncate_(int fd, off_t bytes) {
   OR_FAIL(mapping, ENOSPC, -1);
@@ -231,6 +262,8 @@ const struct Replaced {
     {"ringreduce/_C", "aligned_alloc", address(aligned_alloc_)},
     {"ringreduce/_C", "mmap", address(mmap_)},
     {"ringreduce/_C", "ftruncate", address(ftruncate_)},
+    {"ringreduce/_C", "fallocate", address(fallocate_)},
+    {"ringreduce/_C", "pwrite", address(pwrite_)},
     {"ringreduce/_C", kStartThread, address(start_thread)},
     {"ringreduce/_C", "memfd_create", address(memfd_create_)},
     {"ringreduce/_C", "socket", address(socket_)},
@@ -308,7 +341,8 @@ int requests_install(const LeftOut* parts, std::size_t parts_count) {
   return dl_iterate_phdr(visit, &count) == 0 ? count : -1;
 }
 
-// The `number`-th request of `kinds` from now on fails, or takes `nanoseconds`; 0: none does, all are counted.
+// The `number`-th request of `kinds` from now on fails, or takes `nanoseconds`; 0: none does, all are counted; kAnew:
+// the first that is made where none has failed before.
 void requests_arm(unsigned kinds, std::uint64_t number, std::int64_t nanoseconds) {
   asked = 0;
   failing = number;
@@ -317,14 +351,17 @@ void requests_arm(unsigned kinds, std::uint64_t number, std::int64_t nanoseconds
   armed.store(kinds, std::memory_order_release);
 }
 
-// How many requests there were. `place`: of the one that failed, as an offset in ringreduce's module; 0 if none did.
+// How many requests there were. `place`: of the one that failed; an offset, if it was made in ringreduce's module; 0 if
+// none failed.
 std::uint64_t requests_disarm(std::uint64_t* place) {
   armed = 0;
   const auto at = reinterpret_cast<std::uintptr_t>(failed_at.load());
-  *place = at == 0 ? 0 : at >= module_begin && at < module_end ? at - module_begin : 1;
+  *place = at >= module_begin && at < module_end ? at - module_begin : at;
   return asked.load();
 }
 
-// Counts one of Python's requests, and says whether it fails.
-int requests_ask(unsigned kind) { return FAILS(static_cast<Kind>(kind)); }
+// Counts one of Python's requests, and says whether it fails. `place`: a number for where it is made.
+int requests_ask(unsigned kind, std::uintptr_t place) {
+  return fails(static_cast<Kind>(kind), reinterpret_cast<void*>(place));
+}
 }

@@ -3,7 +3,7 @@
     with requests.failing("allocation", 17) as asked:
         ringreduce.all_reduce(tensor)
     asked.count  # how many requests of that kind there were
-    asked.place  # where the module made the one that failed, an offset; 1: not in the module; 0: there were fewer
+    asked.place  # where the one that failed was made: an offset in the module, or a line of Python; "": none failed
 
 ringreduce's own C++ is reached through requests.cpp, which changes the loaded module's table of addresses; Python's
 system calls through its audit events, and through functions that have none.
@@ -16,17 +16,31 @@ import contextlib
 import ctypes
 import errno
 import functools
+import itertools
 import os
+import re
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 KINDS = ("allocation", "mapping", "thread", "descriptor", "socket_call", "wait", "tensor", "process", "disk")
-"""The bits of requests.cpp, in its order; the last two are Python's alone."""
+"""The bits of requests.cpp, in its order."""
+
+ANY = "any"
+"""All of them but "wait", which cannot fail."""
+
+ANEW = (1 << 64) - 1
+"""Instead of a number: the first request that is made at a place where none has failed before in this process."""
+
+_OF_PYTHON = 1 << 62
+"""In numbers of places: a line of Python, of `_lines`."""
+
+_lines: dict[str, int] = {}
 
 _EVENTS = {
     "open": "descriptor",
@@ -70,7 +84,7 @@ _ERRORS: dict[str, Callable[[], BaseException]] = {
 @dataclass
 class Asked:
     count: int = 0
-    place: int = 0
+    place: str = ""
 
 
 @functools.cache
@@ -85,14 +99,24 @@ def functions() -> list[tuple[int, int, str]]:
     return sorted((begin, begin + size, name) for begin, size, name in found)
 
 
-def place_name(offset: int) -> str:
-    """The function that holds an offset."""
-    found = bisect.bisect(functions(), (offset + 1,)) - 1
-    return (
-        functions()[found][2].replace("(anonymous namespace)::", "").split("(")[0]
-        if offset > 1 and found >= 0
-        else "outside the module"
-    )
+def place_name(place: str) -> str:
+    """The function that holds an offset; a line of Python as it is."""
+    if not place.startswith("0x"):
+        return place
+    found = bisect.bisect(functions(), (int(place, 16) + 1,)) - 1
+    return functions()[found][2].replace("(anonymous namespace)::", "").split("(")[0]
+
+
+def places() -> list[str]:
+    """All calls of the module by which it asks for a resource that requests.cpp can refuse."""
+    from ringreduce import _C
+
+    names = set(re.findall(r'^    \{"ringreduce/_C", "(\w+)"', Path(__file__).with_suffix(".cpp").read_text(), re.M))
+    command = ["objdump", "--disassemble", "--no-show-raw-insn", "--section=.text", str(_C.__file__)]
+    code = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    calls = re.compile(r"call +[0-9a-f]+ <(\w+)@plt>")
+    found = [after for line, after in itertools.pairwise(code) if (call := calls.search(line)) and call[1] in names]
+    return [hex(int(after.split(":")[0], 16)) for after in found]
 
 
 @functools.cache
@@ -106,12 +130,12 @@ def _library(path: Path) -> ctypes.CDLL:
     library.parts = (ctypes.c_uint64 * len(parts))(*parts)
     if library.requests_install(library.parts, ctypes.c_size_t(len(parts) // 2)) < 20:
         raise RuntimeError(f"{path} found too few calls to stand for: is ringreduce._C loaded?")
-    library.requests_ask.argtypes = [ctypes.c_uint]
+    library.requests_ask.argtypes = [ctypes.c_uint, ctypes.c_size_t]
     library.requests_arm.argtypes = [ctypes.c_uint, ctypes.c_uint64, ctypes.c_int64]
     library.requests_disarm.restype = ctypes.c_uint64
 
     def ask(kind: str) -> None:
-        if library.requests_ask(1 << KINDS.index(kind)):
+        if library.requests_ask(1 << KINDS.index(kind), _OF_PYTHON + _lines.setdefault(_line(), len(_lines))):
             raise _ERRORS[kind]()
 
     def heard(event: str, args: tuple[Any, ...]) -> None:
@@ -130,6 +154,17 @@ def _library(path: Path) -> ctypes.CDLL:
     return library
 
 
+def _line() -> str:
+    """Of ringreduce's Python, the one that asks."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        _, found, file = frame.f_code.co_filename.rpartition("/ringreduce/")
+        if found:
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "outside the module"
+
+
 def _asking(function: Callable[..., Any], ask: Callable[[], None]) -> Callable[..., Any]:
     @functools.wraps(function)
     def asked(*args: Any, **named: Any) -> Any:
@@ -143,9 +178,16 @@ def _asking(function: Callable[..., Any], ask: Callable[[], None]) -> Callable[.
 def failing(library: Path, kind: str, number: int, seconds: float = 0.0) -> Iterator[Asked]:
     """The `number`-th request of `kind` fails, or takes `seconds` longer; with 0, all are only counted."""
     found, asked, place = _library(library), Asked(), ctypes.c_uint64()
-    found.requests_arm(1 << KINDS.index(kind), number, int(seconds * 1e9))
+    kinds = sum(1 << bit for bit, name in enumerate(KINDS) if kind in (name, ANY) and (kind, name) != (ANY, "wait"))
+    found.requests_arm(kinds, number, int(seconds * 1e9))
     try:
         yield asked
     finally:
         asked.count = found.requests_disarm(ctypes.byref(place))
-        asked.place = place.value
+        asked.place = _place(place.value)
+
+
+def _place(number: int) -> str:
+    if number >= _OF_PYTHON:
+        return [*_lines][number - _OF_PYTHON]
+    return hex(number) if 0 < number < 1 << 32 else "libc10" if number else ""

@@ -11,9 +11,11 @@ thread or mapping is left.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import gc
+import itertools
 import json
 import os
 import subprocess
@@ -22,6 +24,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,17 +33,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed.harness import Rank, run
+from processes import forking_context
 from torch.distributed import distributed_c10d
 
 import ringreduce
 from ringreduce.errors import RingReduceError
-from shortage.requests import KINDS, Asked, failing, place_name
+from shortage.requests import ANEW, ANY, KINDS, Asked, failing, place_name
 
 NOTICED = 1.0
 """Seconds in which all ranks must have an error once one has."""
 
 TIMEOUT = 6.0
 """Of the groups: who waits so long was forgotten."""
+
+LATE = 0.2
+"""Seconds that slow requests take."""
 
 Values = list[tuple[torch.Tensor, torch.Tensor | float]]
 """What a call gave, and what it should have given: all of its elements, if that is a number."""
@@ -242,7 +249,7 @@ TRANSPORTS: dict[str, dict[str, Any]] = {"shared_memory": {}, "tcp": {"transport
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """Of `kind`, in rank `victim` of 2, while `phase`: "make", "call" or "destroy"."""
+    """Of `kind`, in rank `victim` of `ranks`, while `phase`: "make", "call" or "destroy"."""
 
     scenario: str
     kind: str
@@ -250,10 +257,23 @@ class Sweep:
     transport: str = "shared_memory"
     victim: int = 1
     seconds: float = 0.0  # that the request takes instead of failing
+    ranks: int = 2
+    anew: bool = False  # one request at each place, instead of each request
 
     def __str__(self) -> str:
         slow = f", {self.seconds:g} s late" if self.seconds else ""
-        return f"{self.scenario}, {self.transport}: {self.phase}, {self.kind} in rank {self.victim}{slow}"
+        which = f"{self.kind} at each place" if self.anew else self.kind
+        return f"{self.scenario}, {self.transport}: {self.phase}, {which} in rank {self.victim} of {self.ranks}{slow}"
+
+    def run(self, me: Rank, library: Path, number: int, before: Counter[str] | None) -> Run:
+        return one_run(me, library, self, number, before)
+
+    def judge(self, runs: list[Any], noticed: float = NOTICED) -> Iterator[str]:
+        return judge(self, runs, noticed)
+
+    def fails(self, library: Path, number: int) -> contextlib.AbstractContextManager[Asked]:
+        """For the `number`-th run."""
+        return failing(library, self.kind, ANEW if self.anew and number else number, self.seconds)
 
 
 @dataclasses.dataclass
@@ -266,7 +286,7 @@ class Run:
     made: bool = True  # whether there was a group afterwards
     afterwards: str = ""
     left: str = ""
-    place: int = 0
+    place: str = ""
 
 
 def holdings() -> Counter[str]:
@@ -312,7 +332,7 @@ def one_run(me: Rank, library: Path, sweep: Sweep, number: int, before: Counter[
     def armed(phase: str, do: Callable[[], Any]) -> Any:
         if phase != sweep.phase or me.rank != sweep.victim:
             return do()
-        with failing(library, sweep.kind, number, sweep.seconds) as asked:
+        with sweep.fails(library, number) as asked:
             try:
                 return do()
             finally:
@@ -345,7 +365,7 @@ def one_run(me: Rank, library: Path, sweep: Sweep, number: int, before: Counter[
     if dist.is_initialized():  # that failed
         dist.destroy_process_group()
     distributed_c10d._world.group_count = 0  # by which torch names the next group; a failed init_process_group counts
-    found.place = met[0].place if met else 0
+    found.place = met[0].place if met else ""
     if before is not None:
         found.left = left_over(before)
     return found
@@ -382,22 +402,27 @@ def judge(sweep: Sweep, runs: list[Run], noticed: float = NOTICED) -> Iterator[s
         yield f"rank {sweep.victim} is not told what ran out: {victim.error}"
 
 
-def sweep_here(me: Rank, library: Path, sweep: Sweep, most: int, first: int = 1) -> list[list[Run]]:
+def sweep_here(me: Rank, library: Path, sweep: Any, most: int, first: int = 1) -> list[list[Any]]:
     """All runs, up to the `most`-th request; each rank has the same list, of a Run for each rank."""
-    all_runs: list[list[Run]] = []
-    one_run(me, library, sweep, 0, None)  # what the first run of a process makes for good is there now
+    all_runs: list[list[Any]] = []
+    sweep.run(me, library, 0, None)  # what the first run of a process makes for good is there now
     gc.collect()
     gc.freeze()  # all that is there now, so that each run's collection is short
     before = holdings()
     for number in range(first, most + 1):
-        me.begin(f"request {number}")
-        own = one_run(me, library, sweep, number, before)
+        me.begin(f"{sweep}, request {number}")
+        own = sweep.run(me, library, number, before)
         me.store.set(f"{sweep}/{number}/{me.rank}", json.dumps(dataclasses.asdict(own)))
-        runs = [Run(**json.loads(me.store.get(f"{sweep}/{number}/{rank}"))) for rank in range(me.size)]
+        runs = [type(own)(**json.loads(me.store.get(f"{sweep}/{number}/{rank}"))) for rank in range(me.size)]
         all_runs.append(runs)
-        if runs[sweep.victim].place == 0:
+        if not runs[sweep.victim].place:
             break
     return all_runs
+
+
+def sweeps_here(me: Rank, library: Path, sweeps: list[Any], most: int) -> list[list[list[Any]]]:
+    """One after the other in the same processes, of which places know that they have failed before."""
+    return [sweep_here(me, library, sweep, most) for sweep in sweeps]
 
 
 def build(folder: Path) -> Path:
@@ -409,46 +434,79 @@ def build(folder: Path) -> Path:
     return made
 
 
-def sweeps() -> Iterator[Sweep]:
-    for transport in TRANSPORTS:
-        for kind in KINDS:
-            if kind not in ("wait", "process", "disk"):
-                for victim in (0, 1):
-                    yield Sweep("barrier", kind, "make", transport, victim)
-                yield Sweep("receive in vain", kind, "destroy", transport)
-                for name in CALLS:
-                    yield Sweep(name, kind, "call", transport)
+KINDS_OF_CALLS = [kind for kind in KINDS if kind not in ("wait", "process", "disk")]
+
+
+def one_by_one() -> Iterator[list[Sweep]]:
+    """Each request."""
+    for ranks, transport, kind in itertools.product((2, 3), TRANSPORTS, KINDS_OF_CALLS):
+        for victim in range(ranks):
+            yield [Sweep("barrier", kind, "make", transport, victim, ranks=ranks)]
+            yield [Sweep("receive in vain", kind, "destroy", transport, victim, ranks=ranks)]
+            for name in CALLS:
+                yield [Sweep(name, kind, "call", transport, victim, ranks=ranks)]
+
+
+def by_places(kind: str = ANY, seconds: float = 0.0) -> Iterator[list[Sweep]]:
+    """One request at each place that making a group, all calls and its end reach."""
+    for victim in (0, 1):
+        calls = [("barrier", "make"), *((name, "call") for name in CALLS), ("receive in vain", "destroy")]
+        yield [
+            Sweep(name, kind, phase, transport, victim, seconds, anew=True)
+            for transport in TRANSPORTS
+            for name, phase in calls
+        ]
+
+
+def all_sweeps() -> Iterator[list[Any]]:
+    """In lists of those that run in the same processes."""
+    yield from by_places()
+    yield from by_places(ANY, LATE)
+    yield from by_places("wait", LATE)
+    yield from one_by_one()
+
+
+def swept(library: Path, sweeps: list[Any], most: int, noticed: float = NOTICED) -> list[dict[str, Any]]:
+    """What came of each."""
+    began = time.monotonic()
+    try:
+        runs_of_all = run(sweeps_here, sweeps[0].ranks, library, sweeps, most)[0]
+    except (Exception, pytest.fail.Exception) as error:
+        return [{"sweep": str(sweeps[0]), "failures": 0, "wrong": {f"BROKE: {str(error)[:1500]}": 1}, "places": {}}]
+    seconds, found = (time.monotonic() - began) / len(sweeps), []
+    for sweep, runs in zip(sweeps, runs_of_all, strict=True):
+        bad = Counter[str]()
+        for each in runs:
+            for verdict in sweep.judge(each, noticed):
+                bad[f"{place_name(each[sweep.victim].place)}: {verdict[:230]}"] += 1
+        places = Counter(each[sweep.victim].place for each in runs if each[sweep.victim].place)
+        line = {"sweep": str(sweep), "failures": places.total(), "wrong": bad, "seconds": round(seconds, 1)}
+        found.append({**line, "places": places})
+    return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("only", nargs="*", help="parts of the names of sweeps")
     parser.add_argument("--most", type=int, default=2000, help="failures in one sweep")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="sweeps at a time")
+    parser.add_argument("--results", type=Path, default=Path("build/faults.jsonl"), help="gets a line for each sweep")
     args = parser.parse_args()
-    total, wrong = 0, 0
-    with tempfile.TemporaryDirectory() as folder:
+    chosen = [[each for each in some if all(part in str(each) for part in args.only)] for some in all_sweeps()]
+    total, wrong, began = 0, 0, time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool, args.results.open("a") as out:
+        os.environ.update(TORCH_FR_DUMP_TEMP_FILE=f"{folder}/rank", PYTHONFAULTHANDLER="1")
+        forking_context()
         library = build(Path(folder))
-        for sweep in sweeps():
-            if not all(part in str(sweep) for part in args.only):
-                continue
-            began, bad = time.monotonic(), Counter[str]()
-            try:
-                runs = run(sweep_here, 2, library, sweep, args.most)[0]
-            except (Exception, pytest.fail.Exception) as error:
-                print(f"{sweep}: BROKE: {str(error)[:1500]}", flush=True)
-                wrong += 1
-                continue
-            failures = [each for each in runs if each[sweep.victim].place]
-            for each in runs:
-                for verdict in judge(sweep, each):
-                    bad[f"{place_name(each[sweep.victim].place)}: {verdict[:230]}"] += 1
-            total, wrong = total + len(failures), wrong + bad.total()
-            print(
-                f"{sweep}: {len(failures)} failures, {bad.total()} wrong, {time.monotonic() - began:.1f} s", flush=True
-            )
-            for what, count in bad.most_common(12):
-                print(f"   {count:3} {what}", flush=True)
-    print(f"{total} failures, {wrong} wrong")
+        for found in pool.map(lambda some: swept(library, some, args.most), filter(None, chosen)):
+            for line in found:
+                total, wrong = total + line["failures"], wrong + sum(line["wrong"].values())
+                out.write(json.dumps(line) + "\n")
+                out.flush()
+                print(f"{line['sweep']}: {line['failures']} failures, {sum(line['wrong'].values())} wrong", flush=True)
+                for what, count in Counter(line["wrong"]).most_common(12):
+                    print(f"   {count:3} {what}", flush=True)
+    print(f"{total} failures, {wrong} wrong, {60 * total / (time.monotonic() - began):.0f} a minute")
     return int(wrong > 0)
 
 
