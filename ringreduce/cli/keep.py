@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ringreduce.cli.terminal import complain
+from ringreduce.common.system import fork
 
 LIFE = "RINGREDUCE_LIFE"
 """The environment variable that tells a rank how often it was started before."""
@@ -89,7 +90,7 @@ def _witness() -> Iterator[socket.socket]:
     The keeper has blocked the signals, so one that comes stays pending there until the keeper asks for it.
     """
     ours, its = socket.socketpair()
-    pid = os.fork()
+    pid = fork()
     if not pid:
         ours.close()
         while asked := its.recv(1):

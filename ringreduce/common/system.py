@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable
 
 from ringreduce.common.descriptors import above_streams
+from ringreduce.common.failures import SystemFailure
 
 _MEMORY = "free memory, or start fewer processes on this host"
 WANTS = {
@@ -48,6 +49,15 @@ def refused_calls() -> list[str]:
             if error.errno in _REFUSED:
                 refused.append(name)
     return refused
+
+
+def fork() -> int:
+    """`os.fork`. Raises `SystemFailure` if no process can be started."""
+    try:
+        return os.fork()
+    except OSError as error:
+        fix = WANTS.get(error.errno or 0, "raise `ulimit -u` or the cgroup's pids.max")
+        raise SystemFailure(f"cannot start a process: {error.strerror}; {fix}") from None
 
 
 def explained(error: OSError) -> str:

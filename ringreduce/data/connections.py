@@ -16,6 +16,7 @@ import numpy as np
 
 from ringreduce.common.descriptors import make_above_streams
 from ringreduce.common.failures import InvalidArgument, SystemFailure
+from ringreduce.common.system import explained
 from ringreduce.data import supervisor
 from ringreduce.data.batches import Memory
 from ringreduce.data.messages import FILLED, LONGEST, WELCOME, Filled, connect, listen, next_message
@@ -86,7 +87,7 @@ class Connections:
         except OSError as error:
             self.close()
             raise SystemFailure(
-                f"Loader {self._name}: cannot start or reach servers={len(self._servers)}: {error}"
+                f"Loader {self._name}: cannot start or reach servers={len(self._servers)}: {explained(error)}"
             ) from None
 
     def replace(self, number: int) -> bool:
@@ -94,7 +95,7 @@ class Connections:
         try:
             connection = connect(supervisor.server_name(self._servers_name, number))
         except OSError as error:
-            raise SystemFailure(f"Loader.get: cannot connect to server {number}: {error}") from None
+            raise SystemFailure(f"Loader.get: cannot connect to server {number}: {explained(error)}") from None
         if connection is None:
             return False
         if old := self.release(number):
@@ -138,7 +139,10 @@ class Connections:
             if not isinstance(error, ConnectionError):
                 raise
             if is_new:  # it had this reader
-                raise OSError("their supervisor was killed") from None
+                raise OSError(
+                    "their supervisor was killed, or had no memory to answer; free memory, or start fewer processes on "
+                    "this host"
+                ) from None
             return False  # its last reader has gone
         for what, theirs in welcome["terms"].items():
             if self._terms[what] != theirs:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import Dataset, Subset
 
 from ringreduce.common.failures import InvalidArgument, SampleFailed, SystemFailure
+from ringreduce.common.system import WANTS, explained
 from ringreduce.common.units import duration
 from ringreduce.data import fresh, supervisor
 from ringreduce.data.batches import Failure, Memory, read
@@ -182,6 +183,8 @@ class Loader(Stepwise[Any]):
         self._closed = True  # a `get` in another thread sees it
         with self._lock:
             self._keep_what_is_held()
+            self._ready.clear()
+            self._held.clear()
             if connections.supervisor is not None:
                 with contextlib.suppress(OSError):  # a program that another thread is just starting has a copy
                     connections.supervisor.shutdown(socket.SHUT_RDWR)
@@ -227,6 +230,7 @@ class Loader(Stepwise[Any]):
         use.key, use.request = key, self._asked[key]
         if isinstance(batch, Failure):
             self._released.append(use)
+            self._may_have_lost_messages = False  # so a second call lets it go first, and the dataset is asked again
             what = f"id {batch.id}" if batch.id >= 0 else f"ids {_some(self.order.ids_at(*key).tolist())}"
             raise SampleFailed(
                 f"Loader.get: step {step}, {what}: in the server, the dataset raised\n{batch.text}", batch.id
@@ -342,9 +346,12 @@ class Loader(Stepwise[Any]):
         owed = sorted(self._asked.keys() - self._held.keys() - self._ready.keys())
         for each in numbers:
             wanted = [ASKED.pack(WANT, self._asked[key], *key) for key in owed if self._number(key) == each]
-            with contextlib.suppress(OSError):  # if it died, too, `_wait_for` finds that
+            try:
                 if wanted:
                     self._connections.to(each).socket.send(b"".join(wanted))
+            except OSError as error:  # if it died, too, `_wait_for` finds that
+                if error.errno in WANTS:
+                    raise SystemFailure(f"Loader.get: cannot ask server {each}: {explained(error)}") from None
 
     def _keep_what_is_held(self) -> None:
         """Leaves connections open until the batches that are held have gone, so that no server fills their slots."""

@@ -9,6 +9,7 @@ import struct
 from typing import NamedTuple
 
 from ringreduce.common.descriptors import above_streams
+from ringreduce.common.system import WANTS
 from ringreduce.network.local import check_user, receive
 
 Key = tuple[int, int]
@@ -59,8 +60,10 @@ def listen(name: str) -> socket.socket | None:
     listener = above_streams(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
     try:
         listener.bind(address(name))
-    except OSError:
+    except OSError as error:
         listener.close()
+        if error.errno in WANTS:
+            raise
         return None
     listener.listen(1024)
     return listener

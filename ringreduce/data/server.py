@@ -23,6 +23,7 @@ from torch.utils.data import Subset
 
 from ringreduce.common.descriptors import above_streams, make_above_streams
 from ringreduce.common.failures import SystemFailure
+from ringreduce.common.system import WANTS, explained
 from ringreduce.data.batches import Failure, LaidOut, lay_out, lay_out_whole
 from ringreduce.data.messages import ANEW, ASKED, DONE, FILLED, LAST, WANT, Filled, Key, accept, next_message
 from ringreduce.data.order import Order
@@ -286,9 +287,9 @@ class Server:
             except BlockingIOError:
                 break
             except OSError as error:
-                if error.errno == errno.ETOOMANYREFS:
-                    # Until others have received theirs. `poll` finds room in this connection, so it is tried again
-                    # after each millisecond.
+                if error.errno in (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM):
+                    # Until others have received theirs, or there is memory. `poll` finds room in this connection, so it
+                    # is tried again after each millisecond.
                     time.sleep(0.001)
                 else:
                     reader.untold.clear()  # it has gone, as `poll` will say
@@ -344,7 +345,10 @@ def _failure(error: BaseException) -> Failure:
     number = -1
     if isinstance(error, _OfId) and error.__cause__ is not None:
         number, error = error.id, error.__cause__
-    return Failure("".join(traceback.format_exception(error)), number)
+    text = "".join(traceback.format_exception(error))
+    if isinstance(error, OSError) and error.errno in WANTS:
+        text += f"{explained(error)}\n"
+    return Failure(text, number)
 
 
 def _seed(own: bool | Callable[[int], Any], *numbers: int) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from ringreduce.common.descriptors import above_streams, make_above_streams
+from ringreduce.common.system import explained, fork
 from ringreduce.data import fresh
 from ringreduce.data.messages import WHERE, accept, listen, next_message
 from ringreduce.data.server import Recipe, Server, is_pipe_or_socket, point_at_dev_null, release_output
@@ -75,7 +76,8 @@ def start(name: str, listener: socket.socket, terms: dict[str, Any], recipe: Rec
         _Supervisor(name, listener, starter, terms, recipe if packed is None else packed, threads).run(theirs)
     except BaseException as error:
         with contextlib.suppress(OSError):
-            theirs.send(json.dumps({"failed": f"{error!r:.1000}"}).encode())
+            why = explained(error) if isinstance(error, OSError) else str(error) or repr(error)
+            theirs.send(json.dumps({"failed": why[:1000]}).encode())
         traceback.print_exc()
         sys.stderr.flush()
     finally:
@@ -111,7 +113,7 @@ def _fork() -> int:
                 if callable(handler := signal.getsignal(each)):
                     back.callback(signal.signal, each, handler)
                     signal.signal(each, lambda number, _: came.append(number))
-        if pid := os.fork():
+        if pid := fork():
             started.append(pid)  # whatever a handler raises
         else:
             back.pop_all()
@@ -223,7 +225,7 @@ class _Supervisor:
 
     def _fork(self, number: int) -> None:
         parent, self._current[number] = os.getpid(), -1
-        if pid := os.fork():
+        if pid := fork():
             pidfd = above_streams(os.pidfd_open(pid))
             self._servers[pidfd] = pid, number
             self._poll.register(pidfd, select.POLLIN)

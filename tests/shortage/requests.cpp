@@ -1,4 +1,5 @@
-// Requests for resources that this process makes, of which one can be made to fail or to be slow.
+// Requests for resources that this process and those forked from it make, of which one can be made to fail or to be
+// slow.
 //
 // The calls that ringreduce's module makes to others go through its table of addresses, which `requests_install`
 // changes in memory: the module itself is the one that users have. Python's binding is requests.py.
@@ -22,6 +23,7 @@
 #include <cerrno>
 #include <cstdarg>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
@@ -46,11 +48,18 @@ enum Kind : unsigned {
 
 constexpr std::uint64_t kAnew = ~0ull;
 
-std::atomic<unsigned> armed{0};
-std::atomic<std::uint64_t> asked{0}, failing{0};
-std::atomic<void*> failed_at{nullptr};
-std::atomic<std::int64_t> delay{0};  // nanoseconds that the request takes instead of failing; 0: it fails
-std::atomic<std::uintptr_t> failed_before[1 << 13];  // a hash table of places, for kAnew
+// In memory that forked processes share.
+struct State {
+  std::atomic<unsigned> armed;
+  std::atomic<std::uint64_t> asked, failing;
+  std::atomic<std::uintptr_t> failed_at;
+  std::atomic<std::int64_t> delay;  // nanoseconds that the request takes instead of failing; 0: it fails
+  std::atomic<std::uintptr_t> failed_before[1 << 13];  // a hash table of places, for kAnew
+  char line[200];                                      // of Python, where a request failed
+};
+State* const state =
+    static_cast<State*>(mmap(nullptr, sizeof(State), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+
 std::uintptr_t module_begin = 0, module_end = 0;
 
 // Parts of the module that may not fail, as offsets.
@@ -61,32 +70,31 @@ const LeftOut* left_out = nullptr;
 std::size_t left_out_count = 0;  // sorted
 
 // Whether no request made at `place` has failed before this one.
-bool is_new(void* place) {
-  const auto at = reinterpret_cast<std::uintptr_t>(place);
-  for (auto i = at * 0x9E3779B97F4A7C15 >> 51;; i = (i + 1) % std::size(failed_before)) {
+bool is_new(std::uintptr_t place) {
+  for (auto i = place * 0x9E3779B97F4A7C15 >> 51;; i = (i + 1) % std::size(state->failed_before)) {
     std::uintptr_t there = 0;
-    if (failed_before[i].compare_exchange_strong(there, at)) return true;
-    if (there == at) return false;
+    if (state->failed_before[i].compare_exchange_strong(there, place)) return true;
+    if (there == place) return false;
   }
 }
 
 // Whether this request, made from `place`, is the one that fails.
-bool fails(Kind kind, void* place) {
-  if ((armed.load(std::memory_order_acquire) & kind) == 0) return false;
-  const auto at = reinterpret_cast<std::uintptr_t>(place) - module_begin;
+bool fails(Kind kind, std::uintptr_t place) {
+  if ((state->armed.load(std::memory_order_acquire) & kind) == 0) return false;
+  const auto at = place - module_begin;
   const auto* const after = std::upper_bound(left_out, left_out + left_out_count, at,
                                              [](std::uintptr_t a, const LeftOut& each) { return a < each.begin; });
   if (after != left_out && at <= (after - 1)->end) return false;
-  const bool is_next = asked.fetch_add(1) + 1 == failing.load();
-  if (void* none = nullptr; failing.load() == kAnew) {
-    if (!failed_at.compare_exchange_strong(none, place)) return false;
-    if (!is_new(place)) return failed_at = nullptr, false;
+  const bool is_next = state->asked.fetch_add(1) + 1 == state->failing.load();
+  if (std::uintptr_t none = 0; state->failing.load() == kAnew) {
+    if (!state->failed_at.compare_exchange_strong(none, place)) return false;
+    if (!is_new(place)) return state->failed_at = 0, false;
   } else if (is_next) {
-    failed_at = place;
+    state->failed_at = place;
   } else {
     return false;
   }
-  if (const std::int64_t most = delay.load(); most > 0) {
+  if (const std::int64_t most = state->delay.load(); most > 0) {
     const timespec pause{most / 1'000'000'000, most % 1'000'000'000};
     nanosleep(&pause, nullptr);
     return false;
@@ -94,7 +102,7 @@ bool fails(Kind kind, void* place) {
   return true;
 }
 
-#define FAILS(kind) fails(kind, __builtin_return_address(0))
+#define FAILS(kind) fails(kind, reinterpret_cast<std::uintptr_t>(__builtin_return_address(0)))
 #define OR_FAIL(kind, error, value) \
   if (FAILS(kind)) return errno = (error), (value)
 
@@ -344,24 +352,27 @@ int requests_install(const LeftOut* parts, std::size_t parts_count) {
 // The `number`-th request of `kinds` from now on fails, or takes `nanoseconds`; 0: none does, all are counted; kAnew:
 // the first that is made where none has failed before.
 void requests_arm(unsigned kinds, std::uint64_t number, std::int64_t nanoseconds) {
-  asked = 0;
-  failing = number;
-  delay = nanoseconds;
-  failed_at = nullptr;
-  armed.store(kinds, std::memory_order_release);
+  state->asked = 0;
+  state->failing = number;
+  state->delay = nanoseconds;
+  state->failed_at = 0;
+  state->armed.store(kinds, std::memory_order_release);
 }
 
 // How many requests there were. `place`: of the one that failed; an offset, if it was made in ringreduce's module; 0 if
-// none failed.
-std::uint64_t requests_disarm(std::uint64_t* place) {
-  armed = 0;
-  const auto at = reinterpret_cast<std::uintptr_t>(failed_at.load());
+// none failed. `line`: if it was made in Python.
+std::uint64_t requests_disarm(std::uint64_t* place, const char** line) {
+  state->armed = 0;
+  const std::uintptr_t at = state->failed_at.load();
   *place = at >= module_begin && at < module_end ? at - module_begin : at;
-  return asked.load();
+  *line = state->line;
+  return state->asked.load();
 }
 
-// Counts one of Python's requests, and says whether it fails. `place`: a number for where it is made.
-int requests_ask(unsigned kind, std::uintptr_t place) {
-  return fails(static_cast<Kind>(kind), reinterpret_cast<void*>(place));
+// Counts one of Python's requests, and says whether it fails. `place`: a number for `line`, where it is made.
+int requests_ask(unsigned kind, std::uintptr_t place, const char* line) {
+  const bool is_armed = state->armed.load() != 0, fail = fails(static_cast<Kind>(kind), place);
+  if (is_armed && state->failed_at.load() == place) snprintf(state->line, sizeof state->line, "%s", line);
+  return fail;
 }
 }

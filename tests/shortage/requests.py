@@ -1,4 +1,5 @@
-"""Makes one request of this process for a resource fail, or take long: the k-th of some kinds, counted from a mark.
+"""Makes one request for a resource fail, or take long: the k-th of some kinds, counted from a mark. Those of processes
+that are forked meanwhile count too.
 
     with requests.failing("allocation", 17) as asked:
         ringreduce.all_reduce(tensor)
@@ -22,6 +23,7 @@ import re
 import socket
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,9 +40,7 @@ ANEW = (1 << 64) - 1
 """Instead of a number: the first request that is made at a place where none has failed before in this process."""
 
 _OF_PYTHON = 1 << 62
-"""In numbers of places: a line of Python, of `_lines`."""
-
-_lines: dict[str, int] = {}
+"""In numbers of places: a line of Python."""
 
 _EVENTS = {
     "open": "descriptor",
@@ -66,6 +66,8 @@ _FUNCTIONS: list[tuple[Any, str, str]] = [
     (os, "rename", "disk"),
     (os, "write", "disk"),
     (os, "pwrite", "disk"),
+    (socket.socket, "accept", "descriptor"),
+    (socket.socket, "send", "socket_call"),
     (socket, "recv_fds", "descriptor"),
     (socket, "send_fds", "socket_call"),
     (socket, "socketpair", "descriptor"),
@@ -130,12 +132,13 @@ def _library(path: Path) -> ctypes.CDLL:
     library.parts = (ctypes.c_uint64 * len(parts))(*parts)
     if library.requests_install(library.parts, ctypes.c_size_t(len(parts) // 2)) < 20:
         raise RuntimeError(f"{path} found too few calls to stand for: is ringreduce._C loaded?")
-    library.requests_ask.argtypes = [ctypes.c_uint, ctypes.c_size_t]
+    library.requests_ask.argtypes = [ctypes.c_uint, ctypes.c_size_t, ctypes.c_char_p]
     library.requests_arm.argtypes = [ctypes.c_uint, ctypes.c_uint64, ctypes.c_int64]
     library.requests_disarm.restype = ctypes.c_uint64
 
     def ask(kind: str) -> None:
-        if library.requests_ask(1 << KINDS.index(kind), _OF_PYTHON + _lines.setdefault(_line(), len(_lines))):
+        line = _line().encode()
+        if library.requests_ask(1 << KINDS.index(kind), _OF_PYTHON + zlib.crc32(line), line):
             raise _ERRORS[kind]()
 
     def heard(event: str, args: tuple[Any, ...]) -> None:
@@ -177,17 +180,17 @@ def _asking(function: Callable[..., Any], ask: Callable[[], None]) -> Callable[.
 @contextlib.contextmanager
 def failing(library: Path, kind: str, number: int, seconds: float = 0.0) -> Iterator[Asked]:
     """The `number`-th request of `kind` fails, or takes `seconds` longer; with 0, all are only counted."""
-    found, asked, place = _library(library), Asked(), ctypes.c_uint64()
+    found, asked, place, line = _library(library), Asked(), ctypes.c_uint64(), ctypes.c_char_p()
     kinds = sum(1 << bit for bit, name in enumerate(KINDS) if kind in (name, ANY) and (kind, name) != (ANY, "wait"))
     found.requests_arm(kinds, number, int(seconds * 1e9))
     try:
         yield asked
     finally:
-        asked.count = found.requests_disarm(ctypes.byref(place))
-        asked.place = _place(place.value)
+        asked.count = found.requests_disarm(ctypes.byref(place), ctypes.byref(line))
+        asked.place = _place(place.value, (line.value or b"").decode())
 
 
-def _place(number: int) -> str:
+def _place(number: int, line: str) -> str:
     if number >= _OF_PYTHON:
-        return [*_lines][number - _OF_PYTHON]
+        return line
     return hex(number) if 0 < number < 1 << 32 else "libc10" if number else ""

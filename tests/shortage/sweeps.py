@@ -305,7 +305,7 @@ def holdings() -> Counter[str]:
 def left_over(before: Counter[str]) -> str:
     """What there is more than before, once errors' frames are gone, and threads that are about to end have ended."""
     gc.collect()
-    end = time.monotonic() + 1.0
+    end = time.monotonic() + 5.0
     while (more := holdings() - before) and time.monotonic() < end:
         time.sleep(0.01)
     return ", ".join(f"{count} {what}" for what, count in more.items())
@@ -489,6 +489,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("only", nargs="*", help="parts of the names of sweeps")
     parser.add_argument("--most", type=int, default=2000, help="failures in one sweep")
+    parser.add_argument("--noticed", type=float, default=NOTICED, help="seconds in which all ranks must have an error")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="sweeps at a time")
     parser.add_argument("--results", type=Path, default=Path("build/faults.jsonl"), help="gets a line for each sweep")
     args = parser.parse_args()
@@ -498,7 +499,7 @@ def main() -> int:
         os.environ.update(TORCH_FR_DUMP_TEMP_FILE=f"{folder}/rank", PYTHONFAULTHANDLER="1")
         forking_context()
         library = build(Path(folder))
-        for found in pool.map(lambda some: swept(library, some, args.most), filter(None, chosen)):
+        for found in pool.map(lambda some: swept(library, some, args.most, args.noticed), filter(None, chosen)):
             for line in found:
                 total, wrong = total + line["failures"], wrong + sum(line["wrong"].values())
                 out.write(json.dumps(line) + "\n")
