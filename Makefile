@@ -266,9 +266,9 @@ ecosystem:
 	.venv-ecosystem/bin/python -m pytest tests/frameworks/test_ecosystem.py tests/frameworks/test_data_files.py \
 	  tests/frameworks/test_search.py
 
-# Each request for memory, a thread, a descriptor or a socket fails once, in every call: see tests/shortage/sweeps.py.
+# Each request for memory, a thread, a descriptor or a socket fails once, in every call: see tests/shortage.
 faults: build $(VENV)/.test-tools
-	@PYTHONPATH=.:tests RINGREDUCE_TUNING=off $(PY) -m shortage.sweeps $(ONLY)
+	@PYTHONPATH=.:tests RINGREDUCE_TUNING=off $(PY) -m shortage $(ONLY)
 
 # PyTorch's own suite for backends.
 conformance: build $(VENV)/.test-tools

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as env_rendezvous
 
+from ringreduce.common.system import explained
 from ringreduce.common.units import duration
 from ringreduce.config import Options
 from ringreduce.coordination.founding import Founding
@@ -126,7 +127,10 @@ def _take_part(settings: Settings, here: KeyStore, rank: int, founders: int) -> 
         raise
     except (RuntimeError, OSError) as error:
         raise SystemFailure(f"start: the store is out of reach: {error}") from error
-    return _join(settings) if attempt is None else _found(settings, founding, rank, founders, attempt)
+    try:
+        return _join(settings) if attempt is None else _found(settings, founding, rank, founders, attempt)
+    except OSError as error:
+        raise SystemFailure(f"start: {explained(error)}") from error
 
 
 def _meeting_point(
@@ -223,6 +227,7 @@ def _found(settings: Settings, founding: Founding, rank: int, size: int, attempt
             founding.end(attempt)  # those that are started again meet in the next one
             made = context.queue.latest() is not None
         if not made:
+            destroy_groups()
             raise
     else:
         return founded(settings, view)

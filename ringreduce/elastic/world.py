@@ -467,25 +467,43 @@ class World:
 
 def founded(settings: Settings, view: View) -> World:
     """The world of a first member, whose group has been made."""
-    world = World(settings, view, founder=True)
-    if world.rank == 0:
-        world._join_watcher.found()
-    world._attach()
+    with _resigns_if_it_fails(settings, view):
+        world = World(settings, view, founder=True)
+        if world.rank == 0:
+            world._join_watcher.found()
+        world._attach()
     return world
 
 
 def joined(settings: Settings, view: View) -> World:
     """The world of a process that has been let in by `view`. Makes its group. Raises what `start` raises."""
-    world = World(settings, view, founder=False)
-    try:
-        settings.check(view.members[0], "the members")  # which has been there before: joiners come last
-        world._make_group()
-    except InvalidArgument:  # such as other options than the members'; it would be wrong in the next view, too
-        world.leave()
-        raise
-    except RingReduceError as error:
-        world._change(error)
+    with _resigns_if_it_fails(settings, view):
+        world = World(settings, view, founder=False)
+        try:
+            settings.check(view.members[0], "the members")  # which has been there before: joiners come last
+            world._make_group()
+            return world
+        except InvalidArgument:  # such as other options than the members'; it would be wrong in the next view, too
+            world.leave()
+            raise
+        except RingReduceError as error:
+            failed = error.with_traceback(None)
+    world._change(failed)
     return world
+
+
+@contextlib.contextmanager
+def _resigns_if_it_fails(settings: Settings, view: View) -> Iterator[None]:
+    """Ends the membership of a process that cannot begin it, as without memory. The others would wait for it."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, RingReduceError):
+            with contextlib.suppress(RuntimeError, OSError):
+                Membership(settings.context.directory(), settings.me, view, settings.patience).resign(view.step)
+            settings.context.give_up()
+            destroy_groups()
+        raise
 
 
 def _callable(method: str, function: Function) -> Function:

@@ -171,7 +171,8 @@ def _line() -> str:
 def _asking(function: Callable[..., Any], ask: Callable[[], None]) -> Callable[..., Any]:
     @functools.wraps(function)
     def asked(*args: Any, **named: Any) -> Any:
-        ask()
+        if "asyncio" not in sys._getframe(1).f_code.co_filename:  # whose loop wakes itself by a socket
+            ask()
         return function(*args, **named)
 
     return asked

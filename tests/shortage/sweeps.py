@@ -1,7 +1,5 @@
 """Sweeps: the same program again and again, each time with the next request for a resource failing in one rank.
 
-    make faults [ONLY="all_gather allocation"]     the sweeps whose names have these words
-
 A sweep ends when a run asks less often than that. Each run makes a group in processes that have had many before, and is
 judged: every rank that returns has right values; if one raises, so does each that has not returned, within a second and
 naming the rank; afterwards the group works on all ranks or raises on all; and when it is destroyed no descriptor,
@@ -10,7 +8,6 @@ thread or mapping is left.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -19,12 +16,9 @@ import itertools
 import json
 import os
 import subprocess
-import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,7 +27,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed.harness import Rank, run
-from processes import forking_context
 from torch.distributed import distributed_c10d
 
 import ringreduce
@@ -458,14 +451,6 @@ def by_places(kind: str = ANY, seconds: float = 0.0) -> Iterator[list[Sweep]]:
         ]
 
 
-def all_sweeps() -> Iterator[list[Any]]:
-    """In lists of those that run in the same processes."""
-    yield from by_places()
-    yield from by_places(ANY, LATE)
-    yield from by_places("wait", LATE)
-    yield from one_by_one()
-
-
 def swept(library: Path, sweeps: list[Any], most: int, noticed: float = NOTICED) -> list[dict[str, Any]]:
     """What came of each."""
     began = time.monotonic()
@@ -479,37 +464,7 @@ def swept(library: Path, sweeps: list[Any], most: int, noticed: float = NOTICED)
         for each in runs:
             for verdict in sweep.judge(each, noticed):
                 bad[f"{place_name(each[sweep.victim].place)}: {verdict[:230]}"] += 1
-        places = Counter(each[sweep.victim].place for each in runs if each[sweep.victim].place)
-        line = {"sweep": str(sweep), "failures": places.total(), "wrong": bad, "seconds": round(seconds, 1)}
-        found.append({**line, "places": places})
+        reached = Counter(each[sweep.victim].place for each in runs if each[sweep.victim].place)
+        line = {"sweep": str(sweep), "failures": reached.total(), "wrong": bad, "seconds": round(seconds, 1)}
+        found.append({**line, "places": reached})
     return found
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("only", nargs="*", help="parts of the names of sweeps")
-    parser.add_argument("--most", type=int, default=2000, help="failures in one sweep")
-    parser.add_argument("--noticed", type=float, default=NOTICED, help="seconds in which all ranks must have an error")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="sweeps at a time")
-    parser.add_argument("--results", type=Path, default=Path("build/faults.jsonl"), help="gets a line for each sweep")
-    args = parser.parse_args()
-    chosen = [[each for each in some if all(part in str(each) for part in args.only)] for some in all_sweeps()]
-    total, wrong, began = 0, 0, time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool, args.results.open("a") as out:
-        os.environ.update(TORCH_FR_DUMP_TEMP_FILE=f"{folder}/rank", PYTHONFAULTHANDLER="1")
-        forking_context()
-        library = build(Path(folder))
-        for found in pool.map(lambda some: swept(library, some, args.most, args.noticed), filter(None, chosen)):
-            for line in found:
-                total, wrong = total + line["failures"], wrong + sum(line["wrong"].values())
-                out.write(json.dumps(line) + "\n")
-                out.flush()
-                print(f"{line['sweep']}: {line['failures']} failures, {sum(line['wrong'].values())} wrong", flush=True)
-                for what, count in Counter(line["wrong"]).most_common(12):
-                    print(f"   {count:3} {what}", flush=True)
-    print(f"{total} failures, {wrong} wrong, {60 * total / (time.monotonic() - began):.0f} a minute")
-    return int(wrong > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
