@@ -109,7 +109,7 @@ def nobody_answers(me: Rank) -> None:
     """Another process has taken the name and does not listen."""
     name = f"nobody {os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as taken:
-        taken.bind(address(full_name(name, Rows(100), None)))
+        taken.bind(address(full_name(name, Rows(100), None, False)))
         with pytest.raises(SystemFailure, match=r"none was there for timeout=0.3 s"):
             Loader(Rows(100), Order(100, 10), name=name, timeout=0.3)
 
