@@ -17,6 +17,7 @@ import faulthandler
 import functools
 import itertools
 import os
+import socket
 import threading
 import time
 import traceback
@@ -135,7 +136,12 @@ def _in_turn(me: Rank, function: Callable[..., Any], cases: dict[str, tuple[Any,
 
 @functools.cache
 def _store() -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    """Its socket is of IPv4: /etc/hosts has the names of addresses that connect, and no name server is asked."""
+    socket_ = socket.create_server(("127.0.0.1", 0))
+    port = socket_.getsockname()[1]
+    return dist.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=socket_.detach(), use_libuv=True
+    )
 
 
 def _main(
