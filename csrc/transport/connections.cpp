@@ -105,11 +105,11 @@ bool Connections::wait_for(int peer, Nanoseconds timeout) {
 
 void Connections::enqueue(Link& link, Frame frame, bool first) {
   if (closed_ || link.broken || link.left || link.leaving) return;
-  ++unsent_;
   if (first)
     link.queue.push_front(std::move(frame));
   else
     link.queue.push_back(std::move(frame));
+  ++unsent_;
 }
 
 void Connections::release_held(Link& link, bool first) {

@@ -31,6 +31,12 @@ struct Client::InWindow : Payload {
   const std::size_t offset, bytes;
 };
 
+// Makes room for so many elements, so that to add them needs no memory.
+template <class T>
+void make_room(std::vector<T>& in, std::size_t count) {
+  if (in.capacity() < count) in.reserve(std::max(count, 2 * in.capacity()));
+}
+
 // Whether a call has so many bytes that it should be copied past the caches.
 inline bool streams(const std::vector<Part>& parts) {
   std::size_t bytes = 0;

@@ -257,7 +257,7 @@ std::optional<std::pair<std::uint32_t, BlockId>> Client::unanswered_push() const
 
 // ---- Requests -----------------------------------------------------------------------------------------------------
 
-// Waits until the session has room, and sends a request.
+// Waits until the session has room, and sends a request. If this throws, the request is not under way.
 void Client::put(Hold& hold, std::uint32_t server, Item item, Nanoseconds timeout) {
   Peer& to = peer(server);
   const bool ready = wait_until(hold, timeout, [&] { return !to.alive || to.session.has_room(to.queue.size()); });
@@ -267,25 +267,41 @@ void Client::put(Hold& hold, std::uint32_t server, Item item, Nanoseconds timeou
                 to.name + " has not answered " + std::to_string(to.session.outstanding() + to.queue.size()) +
                     " requests, the most that may be under way, in time",
                 static_cast<int>(server));
+  // First all the memory that the request and its reply need.
   const BlockId block = item.request.block;
-  if (item.request.kind == RequestKind::push) ++to.pushes[block];
-  ++item.call->unanswered;
-  item.call->asked.emplace_back(server, block);
+  const std::shared_ptr<Call> call = item.call;
+  make_room(call->asked, call->asked.size() + 1);
+  make_room(call->answers, call->asked.size() + 1);
+  std::map<BlockId, int> pushed;
+  if (item.request.kind == RequestKind::push) pushed.emplace(block, 0);
   if (to.near == nullptr) {
     item.tag = ++tags_;
     to.queue.push_back(std::move(item));
-    return feed(server);
+  } else {
+    to.near->ask(slot_of(number(server, item)));
   }
-  to.near->ask(slot_of(number(server, item)));
-  to.near->bell().ring();
+  ++call->unanswered;
+  call->asked.emplace_back(server, block);
+  const bool pushes = !pushed.empty();
+  to.pushes.merge(pushed);
+  if (pushes) ++to.pushes[block];
+  if (to.near == nullptr)
+    try_to_feed(server);
+  else
+    to.near->bell().ring();
 }
 
 // Gives a request its number, unless it has one already.
 const Request& Client::number(std::uint32_t server, Item& item) {
   if (item.request.number != 0) return item.request;
-  const Request& made = peer(server).session.make(std::move(item.request));
-  peer(server).calls.emplace(made.number, static_cast<const Sent&>(item));
-  return made;
+  Peer& of = peer(server);
+  const auto kept = of.calls.emplace(of.session.next(), item).first;
+  try {
+    return item.request = of.session.make(item.request);
+  } catch (...) {
+    of.calls.erase(kept);
+    throw;
+  }
 }
 
 RequestSlot Client::slot_of(const Request& made) {
@@ -311,7 +327,7 @@ typename Queue::iterator Client::next_of(Queue& queue) {
   return best;
 }
 
-// Hands queued requests to the connections, as long as these can take more.
+// Hands queued requests to the connections, as long as these can take more. May be called again if it throws.
 void Client::feed(std::uint32_t server) {
   Peer& to = peer(server);
   Connections& connections = wire_->connections();
@@ -321,24 +337,31 @@ void Client::feed(std::uint32_t server) {
     const InWindow* const data = next->data();
     if (data != nullptr && next->sent < data->bytes) {
       const std::size_t at = data->offset + next->sent, bytes = std::min(kFragment, data->bytes - next->sent);
-      next->sent += bytes;
       const FrameHeader header =
           packed({.kind = WireKind::data, .bytes = static_cast<std::uint32_t>(bytes), .seq = at, .tag = next->tag},
                  next->packing);
       connections.send(id, {header, window_->data() + data->offset + wire_bytes(next->packing, at - data->offset)});
+      next->sent += bytes;
       continue;
     }
-    Item item = std::move(*next);
-    to.queue.erase(next);
-    RequestSlot slot = slot_of(number(server, item));
-    slot.packing = item.packing;
-    if (item.into != nullptr) {
-      wire_->expect(to.address, slot.number, item.into, item.bytes);
-      item.call->pulls.emplace_back(server, slot.number);
+    RequestSlot slot = slot_of(number(server, *next));
+    slot.packing = next->packing;
+    if (next->into != nullptr) {
+      next->call->pulls.emplace_back(server, slot.number);
+      wire_->expect(to.address, slot.number, next->into, next->bytes);
     }
     Frame frame = frame_of(WireKind::request, bytes_of(slot));
-    frame.header.tag = item.tag;
+    frame.header.tag = next->tag;
     connections.send(id, std::move(frame));
+    to.queue.erase(next);
+  }
+}
+
+// Where there is no memory, what is queued stays there, and the next wait or the thread of the connections sends it.
+void Client::try_to_feed(std::uint32_t server) {
+  try {
+    feed(server);
+  } catch (const std::bad_alloc&) {
   }
 }
 

@@ -249,6 +249,7 @@ class Client {
   std::size_t copy_new_values(Call& call);  // returns the number of bytes copied
   void feed();
   void feed(std::uint32_t server);
+  void try_to_feed(std::uint32_t server);
   template <class Queue>
   static typename Queue::iterator next_of(Queue& queue);
   void forget(Call& call);

@@ -56,12 +56,14 @@ bool Client::is_lost(const Peer& of) const {
 // answered, so this repeats all unanswered requests with their numbers.
 void Client::turn_to_backup(std::uint32_t server) {
   Peer& to = peer(server);
+  const std::vector<Request> again = to.session.unanswered();  // here and below: first what needs memory
+  std::string name = to.backup->name;
   to.near = std::exchange(to.backup, nullptr);
-  to.name = to.near->name;
+  to.name = std::move(name);
   Lane& lane = *to.near->lane;
   lane.asked.store(0, std::memory_order_relaxed);
   lane.answered.store(0, std::memory_order_relaxed);
-  for (const Request& request : to.session.unanswered()) to.near->ask(slot_of(request));
+  for (const Request& request : again) to.near->ask(slot_of(request));
   lane.turn.store(to.near->turn, std::memory_order_seq_cst);
   to.near->bell().ring();
 }
@@ -111,7 +113,7 @@ void Client::attach_far_backup(std::uint32_t server, const std::string& name, st
 void Client::take_next(Peer& of) {
   of.address = kNobody;
   if (of.next.empty()) return;
-  std::tie(of.address, of.name) = of.next.front();
+  std::tie(of.address, of.name) = std::move(of.next.front());
   of.next.pop_front();
 }
 
@@ -139,19 +141,23 @@ std::vector<std::int64_t> Client::asks(std::uint32_t server) {
 void Client::turn_to_far_backup(std::uint32_t server) {
   Peer& to = peer(server);
   take_replies();  // the last ones of this server
-  const bool was_near = to.near != nullptr;
-  const std::vector<Request> again = to.session.unanswered();
-  if (!was_near)
-    for (const Request& request : again) wire_->forget(to.address, request.number);
+  std::deque<Item> again;
+  for (const Request& request : to.session.unanswered()) {
+    again.emplace_back(to.calls.at(request.number), request);
+    again.back().tag = ++tags_;
+  }
+  for (const Item& item : to.queue)
+    if (item.request.number == 0) {
+      again.push_back(item);
+      again.back().sent = 0;  // only the server has what was sent
+    }
+  if (to.near == nullptr)
+    for (const Item& item : again)
+      if (item.request.number != 0) wire_->forget(to.address, item.request.number);
   to.near = nullptr;
   take_next(to);
-  for (Item& item : to.queue) item.sent = 0;  // only the server has what was sent
-  for (auto request = again.rbegin(); request != again.rend(); ++request) {
-    Item item{to.calls.at(request->number), *request};
-    item.tag = ++tags_;
-    to.queue.push_front(std::move(item));
-  }
-  feed(server);
+  to.queue = std::move(again);
+  try_to_feed(server);
 }
 
 // Handles servers and backups that are out of reach.

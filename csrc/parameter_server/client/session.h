@@ -2,10 +2,10 @@
 // can be sent again, and determines the round of each push. Like block/shard.h, it does no input or output.
 #pragma once
 
+#include <bitset>
 #include <cstdint>
 #include <map>
 #include <optional>
-#include <set>
 #include <vector>
 
 #include "parameter_server/messages.h"
@@ -19,29 +19,33 @@ class Session {
   // Whether another request may be made now, if `more` requests that already wait are made first.
   bool has_room(std::size_t more = 0) const { return next_ + more - seen_ <= kMostOutstanding; }
 
+  // The number of the next request.
+  std::uint64_t next() const { return next_; }
+
   // Completes a request, of which the caller has set kind, block, priority, weight and payload. The caller sends it
-  // now. It is kept, with its payload, until it is answered.
+  // now. It is kept, with its payload, until it is answered. Where there is no memory for it, nothing has changed.
   const Request& make(Request request) {
-    request.worker = worker_;
-    request.number = next_++;
-    request.seen = seen_;
-    if (request.kind == RequestKind::push) {
-      Place& place = places_[request.block];
-      request.round = place.round++;
-      request.pulled = place.pulled;
+    Place& place = places_[request.block];  // now, since a reply may need it and must not need memory
+    Request& made = outstanding_.emplace(next_, std::move(request)).first->second;
+    made.worker = worker_;
+    made.number = next_++;
+    made.seen = seen_;
+    if (made.kind == RequestKind::push) {
+      made.round = place.round++;
+      made.pulled = place.pulled;
     }
-    if (request.kind == RequestKind::change) request.round = places_[request.block].round;
-    return outstanding_.emplace(request.number, std::move(request)).first->second;
+    if (made.kind == RequestKind::change) made.round = place.round;
+    return made;
   }
 
-  // Takes a reply. Returns the request that it answers, or nothing if that had been answered before.
+  // Takes a reply. Returns the request that it answers, or nothing if that had been answered before. Needs no memory.
   std::optional<Request> take(const Reply& reply) {
     const auto found = outstanding_.find(reply.number);
     if (found == outstanding_.end()) return std::nullopt;
     Request request = std::move(found->second);
     outstanding_.erase(found);
-    answered_.insert(reply.number);
-    while (answered_.erase(seen_ + 1) > 0) ++seen_;
+    answered_.set(reply.number % kMostOutstanding);
+    for (; answered_[(seen_ + 1) % kMostOutstanding]; ++seen_) answered_.reset((seen_ + 1) % kMostOutstanding);
     // The worker may have missed rounds, or joined when some were over. Its next push belongs to the open round.
     if (request.kind <= RequestKind::pull) raise_round(request.block, reply.version);
     return request;
@@ -80,7 +84,7 @@ class Session {
   std::uint64_t next_ = 1;
   std::uint64_t seen_ = 0;
   std::map<std::uint64_t, Request> outstanding_;
-  std::set<std::uint64_t> answered_;  // numbers greater than seen_
+  std::bitset<kMostOutstanding> answered_;  // of the numbers greater than seen_, of which there are no more
   std::map<BlockId, Place> places_;
 };
 

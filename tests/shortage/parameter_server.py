@@ -1,0 +1,303 @@
+"""Sweeps over the parameter server: as in sweeps.py, each run makes one in processes that have had many before.
+
+    make faults ONLY="parameter_server push allocation"
+
+Rank 0 has a server, rank 1 is the worker that makes the call, and rank 2 a worker that looks at what has come of it
+(with backups, it has the other server too). A request fails in the server's process or in the caller's. Each run is
+judged: a worker that returns has right values; a push is applied once if it was acknowledged, and never twice; who
+raises is told what ran out, or who has failed, within a second; the others go on, unless the server has ended; nothing
+is left; and what could not be joined or founded can be, afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from bodies.parameter_server import APART, NEAR
+from distributed.harness import Rank
+from processes import Logged
+
+import ringreduce.parameter_server as ps
+from ringreduce.errors import ServerLost
+from shortage import sweeps
+from shortage.requests import KINDS, failing
+from shortage.sweeps import NOTICED, TIMEOUT, Values, holdings, left_over, said
+
+SERVER, CALLER, WITNESS = 0, 1, 2
+
+SMALL, LARGE = 1024, 4 << 20  # elements of float32
+
+SIZES = {"window": 32 << 20, "memory": 160 << 20, "timeout": TIMEOUT}
+
+PLACES = {"one host": NEAR, "tcp": APART}
+
+RAN_OUT = ("SystemFailure", "MemoryError", "memory ran out", "allocate memory", "start new thread", "start a thread")
+"""One of these is in what the process is told whose request has failed."""
+
+
+@dataclass(frozen=True)
+class Sweep(sweeps.Sweep):
+    """Of `kind`, in rank `victim`, while `phase`: "found", "join", "call" or "end". `transport` is a place."""
+
+    transport: str = "one host"
+    victim: int = CALLER
+
+    def __str__(self) -> str:
+        return f"parameter_server, {super().__str__()}"
+
+    @property
+    def ranks(self) -> int:
+        return 3
+
+    def run(self, me: Rank, library: Path, number: int, before: Counter[str] | None) -> Run:
+        os.environ["RINGREDUCE_HOST_ID"] = f"host {PLACES[self.transport][me.rank]}"
+        os.environ["RINGREDUCE_SOCKET_IFNAME"] = "=lo"
+        return one_run(me, library, self, number, before)
+
+    def judge(self, runs: list[Run], noticed: float = NOTICED) -> Iterator[str]:
+        return judge(self, runs, noticed)
+
+
+@dataclass
+class Run(sweeps.Run):
+    """What one rank met in one run."""
+
+    logged: str = ""
+    least: float = 0.0  # how often the elements of "w" have had the call's push, as the witness sees it
+    most: float = 0.0
+
+
+@dataclass
+class Party:
+    """A rank's part of a parameter server."""
+
+    me: Rank
+    name: str
+    backups: int
+    serving: ps.Serving | None = None
+    kv: ps.KeyValue | None = None
+
+    @property
+    def worker(self) -> ps.KeyValue:
+        assert self.kv is not None
+        return self.kv
+
+    def found(self) -> None:
+        """Servers are in ranks 0 and 2 if they have backups, otherwise in rank 0."""
+        if self.me.rank == SERVER or (self.backups and self.me.rank == WITNESS):
+            number, size = self.me.rank // WITNESS, 1 + self.backups
+            self.serving = ps.serve(
+                self.me.store, rank=number, size=size, name=self.name, backups=self.backups, **SIZES
+            )
+
+    def join(self) -> None:
+        if self.me.rank != SERVER:
+            self.kv = ps.join(
+                self.me.store, role="worker", name=self.name, timeout=TIMEOUT, window=int(SIZES["window"])
+            )
+
+    def end(self) -> None:
+        """Ends both, whatever one raises."""
+        with contextlib.ExitStack() as ending:
+            for each in (self.serving, self.kv.calls if self.kv is not None else None):
+                if each is not None:
+                    ending.callback(each.close)
+            if self.kv is not None:
+                self.kv.leave()
+
+
+Scenario = Callable[[Party], Callable[[], Values]]
+"""Prepares a call on a rank that has joined, and returns what makes it: all ranks call it."""
+
+
+def nothing() -> Values:
+    return []
+
+
+def initialises(elements: int) -> Scenario:
+    def prepare(party: Party) -> Callable[[], Values]:
+        def call() -> Values:
+            got, value = torch.zeros(elements), torch.full((elements,), 7.0)
+            party.worker.init("v", value)
+            party.worker.pull("v", got)
+            return [(got, 7.0)]
+
+        return call if party.me.rank == CALLER else nothing
+
+    return prepare
+
+
+def pushes(elements: int, mode: ps.Mode, pulls: bool = False) -> Scenario:
+    """Adds one to "w"."""
+
+    def prepare(party: Party) -> Callable[[], Values]:
+        if party.kv is not None:
+            party.kv.init("w", torch.zeros(elements), update=ps.reduce("sum"), mode=mode)
+        one, got = torch.ones(elements), torch.zeros(elements)
+
+        def call() -> Values:
+            if pulls:
+                party.worker.push_pull("w", one, out=got).wait()
+                return [(got, 1.0)]
+            party.worker.push("w", one).wait()
+            return []
+
+        return call if party.me.rank == CALLER else nothing
+
+    return prepare
+
+
+def pulls(elements: int) -> Scenario:
+    def prepare(party: Party) -> Callable[[], Values]:
+        got = torch.full((elements,), -1.0)
+        if party.kv is not None:
+            party.kv.init("w", torch.zeros(elements))
+
+        def call() -> Values:
+            party.worker.pull("w", got)
+            return [(got, 0.0)]
+
+        return call if party.me.rank == CALLER else nothing
+
+    return prepare
+
+
+CALLS: dict[str, Scenario] = {
+    "init 4 KB": initialises(SMALL),
+    "init 16 MB": initialises(LARGE),
+    "push 4 KB": pushes(SMALL, ps.asynchronous()),
+    "push 16 MB": pushes(LARGE, ps.asynchronous()),
+    "push_pull 4 KB": pushes(SMALL, ps.asynchronous(), pulls=True),
+    "push_pull 16 MB": pushes(LARGE, ps.asynchronous(), pulls=True),
+    "pull 4 KB": pulls(SMALL),
+    "pull 16 MB": pulls(LARGE),
+}
+
+BACKED_UP: dict[str, Scenario] = {}
+"""With two servers, each of which has the other's backup."""
+
+
+def one_run(me: Rank, library: Path, sweep: Sweep, number: int, before: Counter[str] | None) -> Run:
+    """The `number`-th request fails. Without `before`, nothing is said of what is left."""
+    found, logged, run = Run(), Logged(), f"{sweep}/{number}"
+    party = Party(me, run, int(sweep.scenario in BACKED_UP))
+    met: list[Any] = []  # in the victim
+
+    def armed(phase: str, do: Callable[[], Any]) -> Any:
+        """Of what all ranks do at the same time."""
+        me.meet(f"{run}: {phase}")
+        if phase != sweep.phase or me.rank != sweep.victim:
+            return do()
+        with failing(library, sweep.kind, number) as asked:
+            try:
+                return do()
+            finally:
+                if phase in ("call", "end"):  # what its other threads are asked
+                    me.meet(f"{run}: {phase} done")
+                met.append(asked)
+
+    def attempt(phase: str, do: Callable[[], Any]) -> Any:
+        try:
+            return armed(phase, do)
+        except Exception as error:
+            found.error, found.when = found.error or said(error), time.monotonic()
+        finally:
+            if me.rank != sweep.victim and phase == sweep.phase and phase in ("call", "end"):
+                me.meet(f"{run}: {phase} done")
+
+    for phase, do in (("found", party.found), ("join", party.join)):
+        attempt(phase, do)
+        if found.error and sweep.phase == phase:
+            do()  # it can be done again
+    call: Callable[[], Values] = ({**CALLS, **BACKED_UP})[sweep.scenario](party)
+    if party.kv is not None:
+        party.kv.init("after", torch.zeros(SMALL), update=ps.reduce("sum"), mode=ps.asynchronous())
+    values = attempt("call", call) or []
+    found.right = all(bool((got == wanted).all()) for got, wanted in values)
+    me.meet(f"{run}: called")
+    try:
+        look(party, found)
+    except Exception as error:
+        found.afterwards = said(error)
+    me.meet(f"{run}: used")
+    attempt("end", party.end)
+    found.place = met[0].place if met else 0
+    found.logged = " | ".join(logged.messages)
+    import logging
+
+    logging.getLogger("ringreduce").removeHandler(logged)
+    party.serving = party.kv = None
+    if before is not None:
+        found.left = left_over(before)
+    return found
+
+
+def look(party: Party, found: Run) -> None:
+    """Whether a worker can go on, and what has come of the call."""
+    if party.kv is None:
+        return
+    after = torch.zeros(SMALL)
+    party.kv.push("after", torch.ones(SMALL)).wait()
+    party.kv.pull("after", after)
+    found.right &= bool((after >= 1).all() and (after <= 2).all())
+    if party.me.rank == WITNESS and party.kv.calls.is_key("w"):
+        shape = party.kv.calls.lookup("w", time.monotonic() + TIMEOUT).like
+        w = torch.zeros(party.kv.calls.keys["w"].spec["shape"])
+        party.kv.pull("w", w)
+        found.least, found.most = float(w.min()), float(w.max())
+
+
+def judge(sweep: Sweep, runs: list[Run], noticed: float = NOTICED) -> Iterator[str]:
+    """What is wrong with a run."""
+    victim, caller, witness = runs[sweep.victim], runs[CALLER], runs[WITNESS]
+    lost = [each for each in runs if "ServerLost" in each.error + each.afterwards]
+    for rank, each in enumerate(runs):
+        who = f"rank {rank}"
+        if not each.error and not each.right:
+            yield f"{who} has wrong values"
+        if each.left:
+            yield f"{who} keeps {each.left}"
+        if "CollectiveTimeout" in each.error + each.afterwards:
+            yield f"{who} waited for its timeout: {each.error or each.afterwards}"
+        for what in (each.error, each.afterwards):
+            if "ServerLost" in what and "server 0" not in what:
+                yield f"{who} does not name the server: {what}"
+        if rank != sweep.victim and each.error and "ServerLost" not in each.error and sweep.victim != SERVER:
+            yield f"{who} raises too: {each.error}"
+        if each.afterwards and "ServerLost" not in each.afterwards:
+            yield f"{who} cannot go on: {each.afterwards}"
+    if "push" in sweep.scenario and not witness.afterwards:
+        if witness.most > 1:
+            yield f"a push was applied {witness.most:g} times"
+        if witness.least < 1 and not caller.error:
+            yield "a push that was acknowledged is lost"
+    if lost and sweep.victim != SERVER and sweep.phase != "end":
+        yield f"the server ends: {[each.error or each.afterwards for each in lost]} {runs[SERVER].logged}"
+    if lost and len(lost) < 2:
+        yield f"the server has ended for one worker: {[each.error or each.afterwards for each in runs]}"
+    told = f"{victim.error} {victim.logged}" + (caller.error if sweep.victim == SERVER else "")
+    if (any(each.error or each.afterwards for each in runs)) and not any(name in told for name in RAN_OUT):
+        yield f"rank {sweep.victim} is not told what ran out: {told}"
+
+
+def all_sweeps() -> Iterator[Sweep]:
+    for place in PLACES:
+        for kind in KINDS:
+            if kind not in ("wait", "process", "disk", "tensor"):
+                for victim in (SERVER, CALLER):
+                    for phase in ("found", "join", "end"):
+                        if (phase, victim) != ("found", CALLER):
+                            yield Sweep("pull 4 KB", kind, phase, place, victim)
+                    for name in (*CALLS, *BACKED_UP):
+                        yield Sweep(name, kind, "call", place, victim)
