@@ -68,6 +68,7 @@ std::optional<Received> receive_message(int socket) {
   Control control;
   Received received;
   received.bytes.resize(kMostMessage);
+  received.descriptors.reserve(kMostDescriptors);  // now: what has come is not lost for want of memory
   iovec part{received.bytes.data(), received.bytes.size()};
   msghdr message = {};
   message.msg_iov = &part;
@@ -80,10 +81,10 @@ std::optional<Received> receive_message(int socket) {
   bool cut = (message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0;
   for (cmsghdr* head = CMSG_FIRSTHDR(&message); head != nullptr; head = CMSG_NXTHDR(&message, head)) {
     if (head->cmsg_level != SOL_SOCKET || head->cmsg_type != SCM_RIGHTS) continue;
-    std::vector<int> descriptors((head->cmsg_len - CMSG_LEN(0)) / sizeof(int));
-    std::memcpy(descriptors.data(), CMSG_DATA(head), descriptors.size() * sizeof(int));
-    for (const int each : descriptors) {
-      received.descriptors.emplace_back(above_streams(each));
+    for (std::size_t at = 0; at < head->cmsg_len - CMSG_LEN(0); at += sizeof(int)) {
+      int given;
+      std::memcpy(&given, CMSG_DATA(head) + at, sizeof given);
+      received.descriptors.emplace_back(above_streams(given));
       cut |= received.descriptors.back().get() < 0;
     }
   }

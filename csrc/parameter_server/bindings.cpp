@@ -109,6 +109,12 @@ auto inner(M S::* outer, V M::* member) {
   return [=](S& self, Given<V> value) { self.*outer.*member = taken<V>(value); };
 }
 
+// A setter for a descriptor, which the struct takes over. Given before what needs memory, none is left open.
+template <class S>
+auto descriptor(FileDescriptor S::* member) {
+  return [member](S& self, int given) { self.*member = FileDescriptor(given); };
+}
+
 // A table as a worker sees it.
 struct TableHandle {
   TableHandle(std::vector<BlockId> blocks, DType dtype, std::size_t width)
@@ -194,8 +200,8 @@ std::shared_ptr<Server> make_server(std::size_t capacity, PythonFunction functio
 template <class Struct, class Method>
 auto by_keywords(Method method) {
   return [method](Server& server, const py::kwargs& members) {
-    const auto made = from_keywords<Struct>(members);
-    return without_gil([&] { return std::invoke(method, server, made); });
+    auto made = from_keywords<Struct>(members);
+    return without_gil([&] { return std::invoke(method, server, std::move(made)); });
   };
 }
 
@@ -238,16 +244,25 @@ void bind_specifications(py::module_& m) {
       .def_property("high", nullptr, inner(&B::first, &FirstValues::high));
   using W = WorkerSpec;
   py::class_<W> worker(m, "WorkerSpec");
-  bind_members(worker, "id", &W::id, "group", &W::group, "window", &W::window, "window_bytes", &W::window_bytes,
-               "servers", &W::servers, "lane", &W::lane, "pidfd", &W::pidfd, "news", &W::news, "name", &W::name);
+  bind_members(worker, "id", &W::id, "group", &W::group, "window_bytes", &W::window_bytes, "servers", &W::servers,
+               "lane", &W::lane, "name", &W::name)
+      .def_property("window", nullptr, descriptor(&W::window))
+      .def_property("pidfd", nullptr, descriptor(&W::pidfd))
+      .def_property("news", nullptr, descriptor(&W::news));
   using P = PartnerSpec;
   py::class_<P> partner(m, "PartnerSpec");
-  bind_members(partner, "log", &P::log, "bell", &P::bell, "values", &P::values, "pidfd", &P::pidfd, "passage",
-               &P::passage, "capacity", &P::capacity, "name", &P::name, "address", &P::address);
+  bind_members(partner, "capacity", &P::capacity, "name", &P::name, "address", &P::address)
+      .def_property("log", nullptr, descriptor(&P::log))
+      .def_property("bell", nullptr, descriptor(&P::bell))
+      .def_property("values", nullptr, descriptor(&P::values))
+      .def_property("pidfd", nullptr, descriptor(&P::pidfd))
+      .def_property("passage", nullptr, descriptor(&P::passage));
   using S = ServerSpec;
   py::class_<S> server(m, "ServerSpec");
-  bind_members(server, "values", &S::values, "bell", &S::bell, "pidfd", &S::pidfd, "capacity", &S::capacity, "name",
-               &S::name, "turn", &S::turn);
+  bind_members(server, "capacity", &S::capacity, "name", &S::name, "turn", &S::turn)
+      .def_property("values", nullptr, descriptor(&S::values))
+      .def_property("bell", nullptr, descriptor(&S::bell))
+      .def_property("pidfd", nullptr, descriptor(&S::pidfd));
 }
 
 py::object next_piece(Server& server) {
@@ -294,11 +309,11 @@ void bind_server(py::module_& m, Roots roots) {
       .def("connect", &Server::connect, no_gil, py::arg("worker"), py::arg("socket"), py::arg("path"))
       .def("create", by_keywords<BlockSpec>(&Server::create))
       .def_static("log", [] { return NearLog::make().release(); })
-      .def("lead", by_keywords<PartnerSpec>([](Server& server, const PartnerSpec& its) {
-             server.lead(std::make_unique<NearPartner>(its, true));
+      .def("lead", by_keywords<PartnerSpec>([](Server& server, PartnerSpec its) {
+             server.lead(std::make_unique<NearPartner>(std::move(its), true));
            }))
-      .def("follow", by_keywords<PartnerSpec>([](Server& server, const PartnerSpec& its) {
-             server.follow(std::make_unique<NearPartner>(its, false));
+      .def("follow", by_keywords<PartnerSpec>([](Server& server, PartnerSpec its) {
+             server.follow(std::make_unique<NearPartner>(std::move(its), false));
            }))
       .def("lead_far", with_far(&Server::lead), no_gil, py::arg("on_silence"), py::arg("name") = "")
       .def("follow_far", with_far(&Server::follow), no_gil, py::arg("on_silence"), py::arg("name") = "")

@@ -24,14 +24,21 @@ constexpr std::size_t kData = 16 * kPerBlock * sizeof(std::int64_t);  // a windo
 constexpr std::size_t kWidth = 4;  // of the table's rows, which begin at 0
 
 inline ps::WorkerSpec spec_of(const ps::Client& client, ps::WorkerId id, std::size_t servers, std::size_t lane) {
-  const int pidfd = own_pidfd().release();
-  return {id, "workers", dup(client.window()), client.window_bytes(), servers, lane, pidfd, dup(client.news()), ""};
+  return {id,
+          "workers",
+          duplicate(client.window()),
+          client.window_bytes(),
+          servers,
+          lane,
+          own_pidfd(),
+          duplicate(client.news()),
+          ""};
 }
 
 inline ps::ServerSpec spec_of(const ps::Server& server, std::size_t index) {
-  return {dup(server.values()),
-          dup(server.bell()),
-          own_pidfd().release(),
+  return {duplicate(server.values()),
+          duplicate(server.bell()),
+          own_pidfd(),
           server.capacity(),
           "server " + std::to_string(index),
           0,

@@ -24,7 +24,7 @@ constexpr std::size_t kCount = 2000, kPerBlock = 500;  // elements of the tensor
 constexpr std::size_t kData = 8 * kPerBlock * sizeof(std::int64_t);
 
 ps::ServerSpec spec_of(const ps::Server& server, const char* name) {
-  return {dup(server.values()), dup(server.bell()), own_pidfd().release(), server.capacity(), name, 0, 0, ""};
+  return {duplicate(server.values()), duplicate(server.bell()), own_pidfd(), server.capacity(), name, 0, 0, ""};
 }
 
 template <class F>
@@ -39,12 +39,24 @@ void make_backup(ps::Server& server, ps::Server& backup) {
   const FileDescriptor log = ps::NearLog::make();
   int passage[2];
   check(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, passage) == 0, "no sockets");
-  const auto follows = ps::PartnerSpec{
-      dup(log.get()), dup(server.bell()), dup(server.values()), own_pidfd().release(), passage[1], 0, "", ""};
-  backup.follow(std::make_unique<ps::NearPartner>(follows, false));
-  const auto leads = ps::PartnerSpec{dup(log.get()), dup(backup.bell()), dup(backup.values()), own_pidfd().release(),
-                                     passage[0],     backup.capacity(),  "the backup",         ""};
-  server.lead(std::make_unique<ps::NearPartner>(leads, true));
+  auto follows = ps::PartnerSpec{duplicate(log.get()),
+                                 duplicate(server.bell()),
+                                 duplicate(server.values()),
+                                 own_pidfd(),
+                                 FileDescriptor(passage[1]),
+                                 0,
+                                 "",
+                                 ""};
+  backup.follow(std::make_unique<ps::NearPartner>(std::move(follows), false));
+  auto leads = ps::PartnerSpec{duplicate(log.get()),
+                               duplicate(backup.bell()),
+                               duplicate(backup.values()),
+                               own_pidfd(),
+                               FileDescriptor(passage[0]),
+                               backup.capacity(),
+                               "the backup",
+                               ""};
+  server.lead(std::make_unique<ps::NearPartner>(std::move(leads), true));
   wait_for([&] { return server.standing().has_backup; }, "the new backup has not got all");
 }
 
@@ -70,8 +82,8 @@ struct Pair {
         client.attach_far(0, "the server");
         connect(client, id, *server, 0);
       } else {
-        server->join({id, "workers", dup(client.window()), client.window_bytes(), 1, 0, own_pidfd().release(),
-                      dup(client.news()), ""});
+        server->join({id, "workers", duplicate(client.window()), client.window_bytes(), 1, 0, own_pidfd(),
+                      duplicate(client.news()), ""});
         client.attach(0, spec_of(*server, "the server"));
       }
       if (far) client.seek();

@@ -137,7 +137,7 @@ void visit(Archive& archive, std::map<Key, T>& values) {
 }
 
 template <class T>
-std::vector<std::byte> written(T value) {
+std::vector<std::byte> written(T& value) {
   Archive counting;
   counting(value);
   std::vector<std::byte> bytes(counting.done());

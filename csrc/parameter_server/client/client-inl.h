@@ -46,12 +46,12 @@ inline bool streams(const std::vector<Part>& parts) {
 
 // The memory shared with a server on this host.
 struct Client::Near {
-  Near(const ServerSpec& spec, Lane* lane)
-      : values_fd(spec.values),
-        bell_fd(spec.bell),
-        pidfd(spec.pidfd),
-        values(spec.values, spec.capacity, false),
-        bell_memory(spec.bell, sizeof(Bell), true),
+  Near(ServerSpec spec, Lane* lane)
+      : values_fd(std::move(spec.values)),
+        bell_fd(std::move(spec.bell)),
+        pidfd(std::move(spec.pidfd)),
+        values(values_fd.get(), spec.capacity, false),
+        bell_memory(bell_fd.get(), sizeof(Bell), true),
         lane(lane),
         name(spec.name),
         turn(spec.turn),

@@ -42,13 +42,13 @@ std::pair<WorkerWire*, Server*> Client::shared() {
   return {wire_.get(), hosted_.get()};
 }
 
-void Client::attach(std::uint32_t server, const ServerSpec& spec) {
+void Client::attach(std::uint32_t server, ServerSpec spec) {
   Lane& lane = window_->lane(server);
-  auto near = std::make_shared<Near>(spec, &lane);
-  lane.turn.store(spec.turn, std::memory_order_release);
+  auto near = std::make_shared<Near>(std::move(spec), &lane);
+  lane.turn.store(near->turn, std::memory_order_release);
   const Lock lock(mutex_);
   peers_.at(server) = std::make_unique<Peer>(
-      Peer{.name = spec.name, .session = Session(worker_), .near = std::move(near), .address = server});
+      Peer{.name = near->name, .session = Session(worker_), .near = std::move(near), .address = server});
   has_near_ = true;
   take_news();
 }

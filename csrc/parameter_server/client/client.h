@@ -29,11 +29,11 @@ namespace ringreduce::parameter_server {
 
 class Server;
 
-// What a server on this host tells a worker about itself. The client takes over the descriptors.
+// What a server on this host tells a worker about itself.
 struct ServerSpec {
-  int values = -1;  // memfd, `capacity` bytes
-  int bell = -1;    // memfd
-  int pidfd = -1;
+  FileDescriptor values;  // memfd, `capacity` bytes
+  FileDescriptor bell;    // memfd
+  FileDescriptor pidfd;
   std::size_t capacity = 0;
   std::string name;  // "server 1 (node7, pid 4711)"
   // The following are set for a backup and for a server that was one:
@@ -101,7 +101,7 @@ class Client {
   int window() const { return window_->memory_fd.get(); }
   std::size_t window_bytes() const { return window_->memory.bytes(); }
   // Attaches a server on this host.
-  void attach(std::uint32_t server, const ServerSpec& spec);
+  void attach(std::uint32_t server, ServerSpec spec);
   // The socket on which servers on this host tell this worker about their backups. When a backup has taken over, the
   // client repeats the unanswered requests to it. Closing the socket tells the servers that this worker has ended.
   int news() const { return news_for_servers_.get(); }

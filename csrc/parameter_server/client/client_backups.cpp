@@ -19,16 +19,15 @@ bool Client::take_news() {
     Peer& of = *peers_[news.lane];
     if (!of.alive || news.turn <= of.near->turn) continue;
     news.name[News::kText - 1] = news.address[News::kText - 1] = 0;
-    ServerSpec spec{-1,        -1,        -1,          static_cast<std::size_t>(news.capacity),
-                    news.name, news.turn, news.number, news.address};
-    spec.values = message->descriptors[0].release();
-    spec.bell = message->descriptors[1].release();
-    spec.pidfd = message->descriptors[2].release();
+    FileDescriptor* const given = message->descriptors.data();
+    ServerSpec spec{
+        std::move(given[0]), std::move(given[1]), std::move(given[2]), static_cast<std::size_t>(news.capacity),
+        news.name,           news.turn,           news.number,         news.address};
     if (of.backup != nullptr && of.backup->turn < news.turn) {
       take_replies(news.lane);
       turn_to_backup(news.lane);
     }
-    of.backup = std::make_shared<Near>(spec, of.near->lane);
+    of.backup = std::make_shared<Near>(std::move(spec), of.near->lane);
   }
   return any;
 }

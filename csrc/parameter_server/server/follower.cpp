@@ -64,9 +64,9 @@ void Follower::repeat_join(Entry& entry) {
   if (server->far()) {
     if (Port* const port = find(replica_.ports, join.worker)) port->known = true;
   } else {
-    int* const places[] = {&spec.window, &spec.pidfd, &spec.news};
-    for (std::size_t i = 0; i < std::size(places); ++i) *places[i] = entry.descriptors.at(i).release();
-    replica_.ports[join.worker] = std::make_unique<NearPort>(spec);
+    FileDescriptor* const places[] = {&spec.window, &spec.pidfd, &spec.news};
+    for (std::size_t i = 0; i < std::size(places); ++i) *places[i] = std::move(entry.descriptors.at(i));
+    replica_.ports[join.worker] = std::make_unique<NearPort>(std::move(spec));
   }
   replica_.decide(join, entry.record.elapsed);
 }

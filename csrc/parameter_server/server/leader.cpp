@@ -71,7 +71,7 @@ bool Leader::takes_requests() const { return backup->room() >= NearLog::kReserve
 
 // Blocks may use half of the reserve. The rest is for ticks and for workers that join and leave: these are few while
 // requests wait.
-bool Leader::has_room_for(const BlockSpec& spec) const {
+bool Leader::has_room_for(BlockSpec spec) const {
   const std::size_t bytes = sizeof(Record) + written(spec).size();
   if (bytes > NearLog::kReserve / 2)
     throw Error(ErrorKind::invalid_argument, "what is said of a block has " + std::to_string(bytes) +

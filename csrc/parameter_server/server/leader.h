@@ -40,7 +40,7 @@ class Leader {
   // Requests wait while the backup is too far behind or out of reach.
   bool takes_requests() const;
   // Whether the log has room for a new block. Throws Error(invalid_argument) if it will never have.
-  bool has_room_for(const BlockSpec& spec) const;
+  bool has_room_for(BlockSpec spec) const;
   // The position in the log up to which records will outlive this server.
   std::uint64_t kept_until() const { return backup->silent() ? 0 : backup->received(); }
 

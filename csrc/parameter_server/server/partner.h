@@ -14,14 +14,13 @@
 
 namespace ringreduce::parameter_server {
 
-// What a server and its backup on the same host tell each other; the receiver takes over the descriptors. Each of the
-// two is the other's partner.
+// What a server and its backup on the same host tell each other. Each of the two is the other's partner.
 struct PartnerSpec {
-  int log = -1;     // memfd, written by the server and read by the backup
-  int bell = -1;    // memfd
-  int values = -1;  // memfd
-  int pidfd = -1;
-  int passage = -1;  // a socket from the server to the backup, for messages with descriptors
+  FileDescriptor log;     // memfd, written by the server and read by the backup
+  FileDescriptor bell;    // memfd
+  FileDescriptor values;  // memfd
+  FileDescriptor pidfd;
+  FileDescriptor passage;  // a socket from the server to the backup, for messages with descriptors
   // Of the backup; the server passes them on to workers as News.
   std::size_t capacity = 0;
   std::string name, address;
@@ -29,13 +28,15 @@ struct PartnerSpec {
 
 struct Partner {
   Partner() = default;
-  explicit Partner(const PartnerSpec& spec)
-      : name(spec.name),
-        address(spec.address),
+  explicit Partner(PartnerSpec spec)
+      : name(std::move(spec.name)),
+        address(std::move(spec.address)),
         capacity(spec.capacity),
-        values_fd(spec.values),
-        bell_fd(spec.bell),
-        pidfd(spec.pidfd) {}
+        log_fd(std::move(spec.log)),
+        bell_fd(std::move(spec.bell)),
+        values_fd(std::move(spec.values)),
+        pidfd(std::move(spec.pidfd)),
+        passage(std::move(spec.passage)) {}
   virtual ~Partner() = default;
   Partner(const Partner&) = delete;
   Partner& operator=(const Partner&) = delete;
@@ -81,19 +82,17 @@ struct Partner {
 
   std::string name, address;  // of a backup: for messages, and of its socket for control messages
   std::size_t capacity = 0;
-  FileDescriptor values_fd, bell_fd, pidfd;  // of a partner on this host
+  FileDescriptor log_fd, bell_fd, values_fd, pidfd, passage;  // of a partner on this host
 };
 
 // A partner on the same host.
 struct NearPartner final : Partner {
   // Maps the values of a server; of a `backup` only their header.
-  NearPartner(const PartnerSpec& spec, bool backup)
-      : Partner(spec),
-        log_fd(spec.log),
-        passage(spec.passage),
-        log(spec.log),
-        bell_memory(spec.bell, sizeof(Bell), true),
-        values_memory(spec.values, backup ? sizeof(ValuesHeader) : memory_bytes(spec.values), false) {}
+  NearPartner(PartnerSpec spec, bool backup)
+      : Partner(std::move(spec)),
+        log(log_fd.get()),
+        bell_memory(bell_fd.get(), sizeof(Bell), true),
+        values_memory(values_fd.get(), backup ? sizeof(ValuesHeader) : memory_bytes(values_fd.get()), false) {}
 
   Bell& bell() const { return *reinterpret_cast<Bell*>(bell_memory.at()); }
   std::uint64_t written() const override { return log.written(); }
@@ -111,7 +110,6 @@ struct NearPartner final : Partner {
   const std::byte* values() const override { return values_memory.at(); }
   bool ended() const override { return header().ended.load(std::memory_order_seq_cst) != 0 || has_gone(pidfd.get()); }
 
-  FileDescriptor log_fd, passage;
   NearLog log;
   Mapping bell_memory, values_memory;
 };

@@ -73,14 +73,16 @@ void Port::tell(News news, std::span<const int> given) {
 
 // ---- On this host -------------------------------------------------------------------------------------------------
 
-NearPort::NearPort(const WorkerSpec& its, FileDescriptor pidfd, FileDescriptor news)
-    : Port(its, std::make_shared<Window>(FileDescriptor(its.window), its.window_bytes, its.servers)),
-      pidfd_(std::move(pidfd)),
-      news_(std::move(news)) {
-  if (its.lane >= its.servers || its.servers > 65536 || its.window_bytes < lanes_bytes(its.servers))
-    throw Error(ErrorKind::invalid_argument, "a window of " + std::to_string(its.window_bytes) + " bytes has no lane " +
-                                                 std::to_string(its.lane) + " of " + std::to_string(its.servers));
-  lane_ = &window->lane(its.lane);
+std::shared_ptr<Window> NearPort::window_of(WorkerSpec& spec) {
+  return std::make_shared<Window>(std::move(spec.window), spec.window_bytes, spec.servers);
+}
+
+NearPort::NearPort(std::shared_ptr<Window> its_window, WorkerSpec&& its) : Port(std::move(its), std::move(its_window)) {
+  if (spec.lane >= spec.servers || spec.servers > 65536 || spec.window_bytes < lanes_bytes(spec.servers))
+    throw Error(ErrorKind::invalid_argument, "a window of " + std::to_string(spec.window_bytes) +
+                                                 " bytes has no lane " + std::to_string(spec.lane) + " of " +
+                                                 std::to_string(spec.servers));
+  lane_ = &window->lane(spec.lane);
 }
 
 bool NearPort::next(RequestSlot& slot, std::uint32_t turn) {

@@ -22,17 +22,17 @@
 
 namespace ringreduce::parameter_server {
 
-// What a worker on this host tells a server about itself. The server takes over the descriptors.
+// What a worker on this host tells a server about itself.
 struct WorkerSpec {
   WorkerId id = 0;
   std::string group;
-  int window = -1;  // memfd
+  FileDescriptor window;  // memfd
   std::size_t window_bytes = 0;
   std::size_t servers = 0;  // lanes in the window
   std::size_t lane = 0;     // this server's
-  int pidfd = -1;
-  int news = -1;     // a socket on which the server sends News; closed by the worker when it has left
-  std::string name;  // for messages: "node7, pid 4711"
+  FileDescriptor pidfd;
+  FileDescriptor news;  // a socket on which the server sends News; closed by the worker when it has left
+  std::string name;     // for messages: "node7, pid 4711"
 };
 // Serialises what a backup must know, without the descriptors.
 void visit(Archive& archive, WorkerSpec& spec);
@@ -76,7 +76,7 @@ class Port {
   virtual std::array<int, 3> descriptors() const { return {-1, -1, -1}; }
   void tell(News news, std::span<const int> given);
 
-  const WorkerSpec spec;
+  WorkerSpec spec;                       // without the window, which is beside it
   const std::shared_ptr<Window> window;  // the worker's, or this server's copy of it if the worker is on another host
   bool alive = true;
   bool untold = false;  // the latest News could not be sent to it yet
@@ -105,20 +105,22 @@ class Port {
 class NearPort final : public Port {
  public:
   // Throws Error(invalid_argument) if the window does not match the specification.
-  explicit NearPort(const WorkerSpec& spec) : NearPort(spec, FileDescriptor(spec.pidfd), FileDescriptor(spec.news)) {}
+  explicit NearPort(WorkerSpec spec) : NearPort(window_of(spec), std::move(spec)) {}
 
   bool far() const override { return false; }
   bool next(RequestSlot& slot, std::uint32_t turn) override;
   void put(const ReplySlot& slot) override;
   bool send(const Blocks&) override;
-  bool ended() const override { return has_gone(pidfd_.get(), spec.news); }
-  std::array<int, 3> descriptors() const override { return {spec.window, pidfd_.get(), news_.get()}; }
+  bool ended() const override { return has_gone(spec.pidfd.get(), spec.news.get()); }
+  std::array<int, 3> descriptors() const override {
+    return {window->memory_fd.get(), spec.pidfd.get(), spec.news.get()};
+  }
 
  private:
-  NearPort(const WorkerSpec& spec, FileDescriptor pidfd, FileDescriptor news);
+  NearPort(std::shared_ptr<Window> window, WorkerSpec&& spec);
+  static std::shared_ptr<Window> window_of(WorkerSpec& spec);
   bool listens(std::uint64_t, std::uint32_t) override { return attached_; }
 
-  const FileDescriptor pidfd_, news_;
   Lane* lane_ = nullptr;
   std::uint64_t taken_ = 0;  // requests taken from the lane
   bool attached_ = false;    // the worker has set its lane to this server's turn

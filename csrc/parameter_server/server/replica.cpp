@@ -128,8 +128,7 @@ static void visit_ports(StateArchive& archive, Ports& ports) {
     for (const auto& [worker, port] : ports) {
       archive.windows.push_back(port->window);
       for (const int each : port->descriptors()) archive.sent.push_back(each);
-      WorkerSpec spec = port->spec;
-      archive(spec, port->alive);
+      archive(port->spec, port->alive);
     }
     return;
   }
@@ -139,8 +138,8 @@ static void visit_ports(StateArchive& archive, Ports& ports) {
     WorkerSpec spec;
     bool alive = true;
     archive(spec, alive);
-    for (int* const each : {&spec.window, &spec.pidfd, &spec.news}) *each = (given++)->release();
-    const auto& port = ports[spec.id] = std::make_unique<NearPort>(spec);
+    for (FileDescriptor* const each : {&spec.window, &spec.pidfd, &spec.news}) *each = std::move(*given++);
+    const auto& port = ports[spec.id] = std::make_unique<NearPort>(std::move(spec));
     port->alive = alive;
     archive.windows.push_back(port->window);
   }

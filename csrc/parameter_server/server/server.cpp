@@ -36,8 +36,9 @@ Server::~Server() {
 
 // ---- Orders of other threads ---------------------------------------------------------------------------------------
 
-void Server::join(const WorkerSpec& spec) {
-  auto made = std::make_unique<NearPort>(spec);
+void Server::join(WorkerSpec its) {
+  auto made = std::make_unique<NearPort>(std::move(its));
+  const WorkerSpec& spec = made->spec;
   order([&] {
     if (!in_charge()) throw Error(ErrorKind::invalid_argument, "this server is a backup, and has not taken over");
     if (role_ != Role::primary) throw Error(ErrorKind::aborted, "this server leaves");

@@ -52,7 +52,7 @@ class Server : public Turns {
   // Error(aborted) after stop().
 
   // Lets in a worker on this host. Throws Error(invalid_argument) if the window does not match the specification.
-  void join(const WorkerSpec& worker);
+  void join(WorkerSpec worker);
   // Lets in a worker on another host, of which at most `window` bytes of pushes may be under way. connect() then adds
   // connections to it, and takes over the sockets.
   void join_far(WorkerId id, const std::string& group, std::size_t window, const std::string& name = {});

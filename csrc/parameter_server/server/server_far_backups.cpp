@@ -61,10 +61,11 @@ void Server::unfreeze() {
 }
 
 void Server::connect_partner(int socket, std::string path) {
+  FileDescriptor owned(socket);
   order([&] {
     if (leader_ == nullptr && follower_ == nullptr)
       throw Error(ErrorKind::invalid_argument, "this server has no partner");
-    (leader_ != nullptr ? *leader_->backup : *follower_->server).connect(socket, std::move(path));
+    (leader_ != nullptr ? *leader_->backup : *follower_->server).connect(owned.release(), std::move(path));
   });
 }
 
