@@ -13,6 +13,7 @@
 // until the server's or the worker's thread takes it.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <map>
 #include <memory>
@@ -55,8 +56,12 @@ class Wire : public Connections::User {
   // delivered.
   std::vector<std::pair<std::uint32_t, std::string>> take_lost();
 
+  // Whether memory has run out for what was sent or received, since the last call.
+  bool has_run_out() { return ran_out_.exchange(false); }
+
   void left(int peer) final { lost(peer, "it has left"); }
   void lost(int peer, const std::string& why) final;
+  void failed(const std::bad_alloc&) final { ran_out_ = true; }
   void moved() final { bell_.ring(); }
   void attend(bool) override {}
 
@@ -71,6 +76,7 @@ class Wire : public Connections::User {
   static std::size_t values_in(int peer, const FrameHeader& header);
 
   Bell& bell_;
+  std::atomic<bool> ran_out_ = false;
   mutable std::mutex mutex_;  // guards lost_ and the members of derived classes; locked after that of connections_
   std::vector<std::pair<std::uint32_t, std::string>> lost_;
   Connections connections_;

@@ -189,7 +189,7 @@ bool Connections::flush(int peer, Link& link) {
       return true;
     } catch (const std::bad_alloc& error) {
       user_.failed(error);
-      break_link(peer, link, "there is no memory for what it is sent");
+      break_link(peer, link, "this process has no memory left for what it is sent");
       return true;
     }
     if (connection.is_full() != was_full) watch(peer, link, i, !was_full);
@@ -249,7 +249,7 @@ bool Connections::receive(int peer, Link& link, Connection& connection) {
     break_link(peer, link, error.what());
   } catch (const std::bad_alloc& error) {
     user_.failed(error);
-    break_link(peer, link, "there is no memory for what it sent");
+    break_link(peer, link, "this process has no memory left for what it sent");
   }
   return true;
 }

@@ -34,8 +34,9 @@ BlockId Blocks::make(const BlockSpec& spec) {
     own_bytes_ += blocks_.back()->own_bytes();
   } else {
     auto block = std::make_unique<Dense>(spec, values_.at(used_), left, capacity_);
-    used_ += block->bytes();
+    const std::size_t bytes = block->bytes();
     blocks_.push_back(std::move(block));
+    used_ += bytes;
   }
   return size() - 1;
 }

@@ -189,7 +189,8 @@ void Client::lose(std::uint32_t server, const std::string& why) {
 void Client::throw_lost(std::uint32_t server) const {
   throw Error(ErrorKind::server_lost,
               peer(server).name + " has ended" + (peer(server).why.empty() ? "" : ": " + peer(server).why) +
-                  ", and with it the blocks that it served: start again from what was saved",
+                  ", and with it the blocks that it served: start again from what was saved" +
+                  (ran_out_ ? "; memory has run out in this process, which may have cut the connection" : ""),
               static_cast<int>(server));
 }
 

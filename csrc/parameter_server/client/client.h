@@ -275,6 +275,7 @@ class Client {
   Nanoseconds looked_ = 0;
   std::atomic<bool> aborted_ = false;
   bool has_near_ = false, seeks_ = false;
+  bool ran_out_ = false;  // of memory, for what came or went over a connection
   std::shared_ptr<Server> hosted_;
   std::uint64_t tags_ = 0;
   // Set if a server is on another host. Destroyed before all other members, because its thread calls feed().

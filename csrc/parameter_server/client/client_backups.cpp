@@ -162,6 +162,7 @@ void Client::turn_to_far_backup(std::uint32_t server) {
 // Handles servers and backups that are out of reach.
 void Client::take_lost() {
   if (wire_ == nullptr) return;
+  ran_out_ |= wire_->has_run_out();
   for (const auto& [address, why] : wire_->take_lost()) {
     const auto server = static_cast<std::uint32_t>(address % servers_);
     Peer& of = *peers_[server];

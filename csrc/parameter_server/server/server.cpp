@@ -149,17 +149,18 @@ void Server::close() {
 
 // Ends this server after an exception that leaves its state unknown. What a backup has got is in order, so it goes on.
 void Server::fall(const std::exception& error) {
-  hooks_.warn("a server in process " + std::to_string(getpid()) + " has failed and ends" +
-              (leader_ != nullptr && leader_->counts ? ", and its backup goes on: " : ": ") + error.what());
+  if (stopping() && role_ == Role::ended) return;
   cease();
   end_thread();
+  hooks_.warn("a server in process " + std::to_string(getpid()) + " has failed and ends" +
+              (leader_ != nullptr && leader_->counts ? ", and its backup goes on: " : ": ") + reason(error));
 }
 
 // The backup may take over from now on. So this server carries out and answers nothing more, not even what it has
 // decided: the one that serves may decide differently.
 void Server::cease() {
   role_ = Role::ended;
-  unconfirmed_ = {};
+  unconfirmed_.clear();
   replica_.decided = {};
 }
 
@@ -184,6 +185,15 @@ void Server::show() {
 }
 
 void Server::decide(const Message& message) {
+  try {
+    write_down_and_decide(message);
+  } catch (const std::exception& error) {  // perhaps in an order, whose caller is told as well
+    fall(error);
+    throw Error(ErrorKind::aborted, "the server has failed: " + reason(error));
+  }
+}
+
+void Server::write_down_and_decide(const Message& message) {
   const Nanoseconds now = ringreduce::now(), elapsed = now - std::exchange(replica_.stepped, now);
   while (leader_ != nullptr && !leader_->write_down(message, elapsed)) {  // its backup is far behind
     if (leader_->backup->ended()) {

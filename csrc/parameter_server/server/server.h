@@ -149,6 +149,7 @@ class Server : public Turns {
   void forget_gone();
   void look_for_ended();
   void decide(const Message& message);
+  void write_down_and_decide(const Message& message);
   void carry_out();
   void answer(const Reply& reply, const Operation* operation, bool has_failed);
   void send_replies();
@@ -182,6 +183,7 @@ class Server : public Turns {
   Role role_ = Role::primary;
   std::uint32_t backups_made_ = 0;      // by this server
   std::string name_, address_;          // of this server, if it is or was a backup on its server's host
+  FileDescriptor pidfd_;                // of this process, if so: to take over must need none
   std::unique_ptr<Leader> leader_;      // there is a backup
   std::unique_ptr<Follower> follower_;  // this is a backup
   Unconfirmed unconfirmed_;

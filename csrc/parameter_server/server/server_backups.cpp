@@ -63,10 +63,9 @@ void Server::tell(Port& port) {
   news.capacity = backup != nullptr ? backup->capacity : replica_.blocks.capacity();
   cut(backup != nullptr ? backup->name : name_, News::kText - 1).copy(news.name, News::kText);
   cut(backup != nullptr ? backup->address : address_, News::kText - 1).copy(news.address, News::kText);
-  const FileDescriptor mine = backup != nullptr ? FileDescriptor() : own_pidfd();
   const int given[] = {backup != nullptr ? backup->values_fd.get() : values(),
                        backup != nullptr ? backup->bell_fd.get() : bell(),
-                       backup != nullptr ? backup->pidfd.get() : mine.get()};
+                       backup != nullptr ? backup->pidfd.get() : pidfd_.get()};
   port.tell(news, given);
 }
 
@@ -108,6 +107,7 @@ void Server::follow(std::unique_ptr<Partner> partner) {
   order([&] {
     if (!replica_.ports.empty() || replica_.blocks.size() > 0)
       throw Error(ErrorKind::invalid_argument, "this server has workers or blocks already: it can be no backup now");
+    pidfd_ = own_pidfd();
     follower_ = std::make_unique<Follower>(replica_, std::move(partner));
     name_ = follower_->server->name, address_ = follower_->server->address;
     only_near_ = !follower_->server->far();
@@ -181,7 +181,7 @@ bool Server::follow_on() {
     moved = repeat_all(false);
     if (!moved && !has_orders()) look_for_partner();
   } catch (const std::exception& error) {
-    retire(error.what());
+    retire(reason(error));
     return true;
   }
   return moved;

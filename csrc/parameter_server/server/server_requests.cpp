@@ -1,5 +1,7 @@
 // Incoming requests of a server, from lanes and from other hosts. They are checked before the shard gets them.
 
+#include <unistd.h>
+
 #include "parameter_server/server/server.h"
 
 namespace ringreduce::parameter_server {
@@ -21,6 +23,9 @@ bool Server::take_request(Port& port) {
 // Takes the requests that have arrived from other hosts, and sends what can be sent to them.
 bool Server::take_frames() {
   bool moved = wire_->connections().progress();
+  if (wire_->has_run_out())
+    hooks_.warn("a server in process " + std::to_string(getpid()) +
+                " may have given up a worker of another host: " + reason(std::bad_alloc()));
   if (!in_charge()) {  // a backup: requests wait until it has taken over
     for (const auto& [worker, why] : wire_->take_lost())
       if (Port* const port = find(replica_.ports, worker)) port->gone = true;

@@ -28,6 +28,10 @@ class Unconfirmed {
   }
   // Keeps a reply to what next() returned last until the backup has carried that out, too.
   void hold(WorkerId worker, const ReplySlot& reply) { replies_.push_back({answers_up_to_, {worker, reply}}); }
+  void clear() {
+    outputs_.clear();
+    replies_.clear();
+  }
   bool holds_replies() const { return !replies_.empty(); }
   std::optional<std::pair<WorkerId, ReplySlot>> next_reply(std::uint64_t carried_out) {
     if (replies_.empty() || replies_.front().first > carried_out) return std::nullopt;
