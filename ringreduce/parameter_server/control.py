@@ -11,10 +11,12 @@ After that the worker asks, and the server answers. A message has at most MOST b
 
 from __future__ import annotations
 
+import errno
 import hmac
 import json
 import socket
 import struct
+import time
 from typing import Any
 
 from ringreduce.errors import SystemFailure
@@ -24,6 +26,10 @@ from ringreduce.network.local import receive as receive_message
 MOST = 64 * 1024
 NONCE = 32
 _MOST_DESCRIPTORS = 5
+_SHORT_OF_MEMORY = 0.5
+"""A message for which the kernel has no memory is tried for so many seconds: without it the worker would be lost."""
+_AGAIN = 0.005
+"""Seconds between two attempts."""
 _LENGTH = struct.Struct("!I")
 
 
@@ -37,10 +43,17 @@ def send(connection: socket.socket, message: dict[str, Any], descriptors: list[i
     data = json.dumps(message).encode()
     if len(data) > MOST:
         raise SystemFailure(f"a control message has {len(data)} bytes; the most is {MOST}")
-    if connection.family == socket.AF_UNIX:
-        socket.send_fds(connection, [data], descriptors or [])
-    else:
-        connection.sendall(_LENGTH.pack(len(data)) + data)
+    if connection.family != socket.AF_UNIX:
+        return connection.sendall(_LENGTH.pack(len(data)) + data)
+    until = time.monotonic() + _SHORT_OF_MEMORY
+    while True:
+        try:
+            socket.send_fds(connection, [data], descriptors or [])
+            return
+        except OSError as error:  # nothing has been sent
+            if error.errno not in (errno.ENOBUFS, errno.ENOMEM) or time.monotonic() > until:
+                raise
+            time.sleep(_AGAIN)
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:

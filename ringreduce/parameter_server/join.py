@@ -10,6 +10,7 @@ import functools
 import logging
 import os
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -20,8 +21,9 @@ from torch.distributed.rendezvous import rendezvous
 from ringreduce import _C
 from ringreduce.common.checks import check_bool, check_is, check_text, shown, whole
 from ringreduce.common.launcher import check_alone
+from ringreduce.common.system import WANTS, explained
 from ringreduce.config import resolve
-from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost
+from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, SystemFailure
 from ringreduce.parameter_server import doors, founding
 from ringreduce.parameter_server.arguments import MOST_SERVERS, MOST_WORKERS, count_of_bytes, seconds
 from ringreduce.parameter_server.client.calls import Calls
@@ -48,6 +50,16 @@ _AGAIN = 0.005
 log = logging.getLogger(__name__)
 
 
+@contextlib.contextmanager
+def explaining(what: str) -> Iterator[None]:
+    """Says of an error of the system what failed, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise SystemFailure(f"{what}: {explained(error)}") from error
+
+
+@explaining("joining the parameter server")
 def join(
     store: Any = None,
     *,
@@ -110,6 +122,7 @@ def join(
     return _wait_for_workers(kv, entry, workers)
 
 
+@explaining("founding the parameter server")
 def serve(
     store: Any = None,
     *,
@@ -263,6 +276,8 @@ def enter(entry: Entry, local: ServerProcess | None) -> KeyValue:
             except TimeoutError:
                 raise CollectiveTimeout(f"{name} did not let this worker in in time", server) from None
             except OSError as error:
+                if error.errno in WANTS:
+                    raise SystemFailure(f"joining {name}: {explained(error)}") from None
                 raise PeerLost(f"joining {name}: {error}", server) from None
             undo.callback(joined[-1].connection.close)
         replicas = [each.turn for each in joined]
@@ -311,9 +326,8 @@ def _let_in(entry: Entry, client: Any, server: int, its: dict[str, Any]) -> Join
     connection, answer, (values, bell, pidfd) = doors.enter(address, entry.secret, hello, given, left, 3)
     turn = int(answer["turn"])
     name = called(server, its, turn)
-    client.attach(
-        server=server, values=values, bell=bell, pidfd=pidfd, capacity=int(answer["capacity"]), name=name, turn=turn
-    )
+    about = {"capacity": int(answer["capacity"]), "name": name, "turn": turn}
+    client.attach(server=server, values=values, bell=bell, pidfd=pidfd, **about)
     return Joined(connection, name, turn)
 
 

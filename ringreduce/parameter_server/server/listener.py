@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ringreduce.common.descriptors import above_streams, make_above_streams
+from ringreduce.common.system import WANTS, explained
 from ringreduce.errors import RingReduceError, SystemFailure
 from ringreduce.network.listener import Door
 from ringreduce.network.local import check_user, close_all
@@ -166,6 +167,9 @@ class Listener:
         vars(self).pop("_process", None)  # otherwise a circle would keep its servers alive
         if self._door is not None:
             self._door.close()
+        for data in self._dialers.values():  # of those whose first connection has not been registered
+            close_all(descriptor for descriptor, _ in data.sockets)
+            data.sockets.clear()
         for end in (self._wake, self._woken, *(each.socket for each in self._arrived), self._unix):
             end.close()
 
@@ -188,7 +192,11 @@ class Listener:
                     elif key.fileobj is self._unix:
                         self._accept(selector)
                     else:
-                        self._serve(selector, key.data)
+                        try:
+                            self._serve(selector, key.data)
+                        except MemoryError as error:  # it is tried again, since the connection stays ready
+                            log.warning("the door of process %d: %s", os.getpid(), error)
+                            time.sleep(0.05)
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
         waiting = [each for each in self._connections.values() if each.is_unauthenticated]
@@ -232,9 +240,11 @@ class Listener:
                 with contextlib.suppress(BlockingIOError):
                     for message in connection.data.arriving.take(connection.socket):
                         self._respond(connection, message, [])
-        except (OSError, RingReduceError):
-            selector.unregister(connection.socket)
+        except (OSError, RingReduceError) as error:
+            if isinstance(error, OSError) and error.errno in WANTS:
+                log.warning("the door of process %d ends a connection: %s", os.getpid(), explained(error))
             self._process.has_ended(connection)
+            selector.unregister(connection.socket)
             self._forget(connection)
             if connection.is_partner:
                 self._process.on_change()

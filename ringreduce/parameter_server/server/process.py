@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import math
 import os
@@ -12,8 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ringreduce.common.descriptors import above_streams, duplicate
+from ringreduce.common.system import WANTS, explained
 from ringreduce.coordination.process import own_pidfd
-from ringreduce.errors import Aborted, InvalidArgument, RingReduceError
+from ringreduce.errors import Aborted, InvalidArgument, RingReduceError, SystemFailure
 from ringreduce.network.listener import Door
 from ringreduce.network.local import close_all, proof
 from ringreduce.parameter_server import control, doors
@@ -30,6 +32,25 @@ _LOOK = 0.01
 """Seconds between checks for workers that have gone."""
 
 log = logging.getLogger(__name__)
+
+
+def _taken(names: Sequence[str], descriptors: list[int]) -> dict[str, Any]:
+    """Returns descriptors by name, and leaves none: whoever gets them closes them."""
+    taken: dict[str, Any] = dict(zip(names, descriptors, strict=True))
+    descriptors.clear()
+    return taken
+
+
+def _given(*files: int) -> list[int]:
+    """Returns what is passed with an answer: descriptors of these files, and one of this process."""
+    with contextlib.ExitStack() as undo:
+        given: list[int] = []
+        undo.callback(close_all, given)
+        given += [own_pidfd()]
+        for file in files:
+            given.insert(-1, duplicate(file))
+        undo.pop_all()
+    return given
 
 
 class Manager(Protocol):
@@ -285,9 +306,15 @@ class ServerProcess:
         except Aborted as error:  # the server is another process's now, or nobody's
             raise ConnectionError(str(error)) from None
         except RingReduceError as error:
+            if isinstance(error, SystemFailure):
+                log.warning("the door of process %d: %s", os.getpid(), error)
             return {"error": [type(error).__name__, str(error)]}, []
-        except OSError:
-            raise
+        except (MemoryError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in WANTS:
+                raise
+            text = explained(error) if isinstance(error, OSError) else f"memory ran out; {WANTS[errno.ENOMEM]}"
+            log.warning("the door of process %d: %s", os.getpid(), text)
+            return {"error": ["SystemFailure", f"process {os.getpid()}: {text}"]}, []
         except Exception as error:  # an invalid message must not end the door's thread
             return {"error": ["InvalidArgument", f"a message that says nothing known: {error!r}"]}, []
         finally:
@@ -302,8 +329,7 @@ class ServerProcess:
         ours = {"proof": proof(self._secret, b"server", bytes.fromhex(hello["nonce"]), worker).hex()}
         if hello.get("backup"):
             backup = self._follow(connection, worker, int(hello["capacity"]), descriptors).server
-            given = [duplicate(backup.bell), duplicate(backup.values), own_pidfd()]
-            return ours | {"name": self._name_of_backup(worker)}, given
+            return ours | {"name": self._name_of_backup(worker)}, _given(backup.bell, backup.values)
         if hello.get("wish"):
             self._hear_wish(worker, int(hello["has"]))
             return ours, []
@@ -319,14 +345,13 @@ class ServerProcess:
         reply = ours | {"capacity": shard.server.capacity, "turn": shard.server.turn}
         if hello.get("again"):
             return reply, []
-        return reply, [duplicate(shard.server.values), duplicate(shard.server.bell), own_pidfd()]
+        return reply, _given(shard.server.values, shard.server.bell)
 
     @staticmethod
     def _let_in(shard: Shard, worker: int, hello: dict[str, Any], descriptors: list[int]) -> None:
         about: dict[str, Any] = {name: int(hello[name]) for name in ("window_bytes", "servers", "lane")}
         about |= {"id": worker, "group": str(hello["group"]), "name": name_in(hello)}
-        window, news, pidfd = descriptors
-        shard.server.join(**about, window=duplicate(window), pidfd=duplicate(pidfd), news=duplicate(news))
+        shard.server.join(**_taken(("window", "news", "pidfd"), descriptors), **about)
 
     def _introduce(self, connection: Connection, worker: int, shard: Shard, hello: dict[str, Any]) -> None:
         connection.worker, connection.shard = worker, shard
@@ -348,9 +373,8 @@ class ServerProcess:
         if len(descriptors) != 5:
             raise InvalidArgument(f"a server gave {len(descriptors)} descriptors to its backup; 5 are needed")
         shard = Shard(capacity, self._functions, self._backed_up)
-        log_fd, bell, values, passage, pidfd = map(duplicate, descriptors)
         about = {"name": self._name_of_backup(number), "address": self.listener.address.hex()}
-        shard.follow(log=log_fd, bell=bell, values=values, pidfd=pidfd, passage=passage, **about)
+        shard.follow(**_taken(("log", "bell", "values", "passage", "pidfd"), descriptors), **about)
         with self.listener.changed:
             self.shards[number] = shard
         connection.shard, connection.is_partner = shard, True

@@ -20,7 +20,7 @@ import torch
 
 from ringreduce import _C
 from ringreduce.common.descriptors import above_streams, open_above_streams
-from ringreduce.errors import InvalidArgument, SystemFailure
+from ringreduce.errors import InvalidArgument, RingReduceError, SystemFailure
 from ringreduce.parameter_server.safetensors import NAMES, Reader, Writer
 from ringreduce.parameter_server.snapshot_files import FORMAT, INDEX, file_of, files_of, names_of, names_of_block
 from ringreduce.parameter_server.updates import CHANGEABLE, with_numbers
@@ -61,13 +61,20 @@ class Saving:
             }
             self.path.mkdir(parents=True, exist_ok=True)
             self._writer = Writer(self.path / f"{self._name}.part", tensors, metadata)
-        except OSError as error:
+            try:
+                threading.Thread(target=self._run, name="ringreduce snapshot", daemon=True).start()
+            except BaseException:
+                self._writer.remove()
+                self._writer.close()
+                raise
+        except (OSError, RuntimeError) as error:
             server.end_snapshot()
+            if isinstance(error, RingReduceError):
+                raise
             raise SystemFailure(f"the snapshot {folder}: {error}") from None
         except BaseException:
             server.end_snapshot()
             raise
-        threading.Thread(target=self._run, name="ringreduce snapshot", daemon=True).start()
 
     @property
     def _name(self) -> str:
