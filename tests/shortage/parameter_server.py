@@ -12,8 +12,9 @@ is left; and what could not be joined or founded can be, afterwards.
 from __future__ import annotations
 
 import contextlib
-import gc
+import logging
 import os
+import shutil
 import tempfile
 import time
 from collections import Counter
@@ -23,16 +24,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from bodies.parameter_server import APART, NEAR
 from distributed.harness import Rank
 from processes import Logged
+from torch._C._distributed_c10d import HashStore
 
 import ringreduce.parameter_server as ps
-from ringreduce.errors import ServerLost
 from shortage import sweeps
-from shortage.requests import KINDS, failing
-from shortage.sweeps import NOTICED, TIMEOUT, Values, holdings, left_over, said
+from shortage.requests import KINDS, failing, place_name
+from shortage.sweeps import NOTICED, TIMEOUT, Values, left_over, said
 
 SERVER, CALLER, WITNESS = 0, 1, 2
 
@@ -42,8 +42,15 @@ SIZES = {"window": 32 << 20, "memory": 160 << 20, "timeout": TIMEOUT}
 
 PLACES = {"one host": NEAR, "tcp": APART}
 
-RAN_OUT = ("SystemFailure", "MemoryError", "memory ran out", "allocate memory", "start new thread", "start a thread")
+RAN_OUT = (
+    *("SystemFailure", "MemoryError", "memory ran out", "memory has run out", "no memory", "Cannot allocate memory"),
+    *("start new thread", "start a thread", "Too many open files", "No space left", "No buffer space"),
+)
 """One of these is in what the process is told whose request has failed."""
+
+
+SERVES_ON = ("Dense::copy", "Table::grow")
+"""Functions of a server where a failed request loses a snapshot or a push, not the server (a backup would differ)."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,13 @@ class Party:
             self.kv = ps.join(
                 self.me.store, role="worker", name=self.name, timeout=TIMEOUT, window=int(SIZES["window"])
             )
+
+    def prepared(self, scenario: Scenario) -> Callable[[], Values]:
+        if self.me.rank != SERVER and self.kv is None:
+            return nothing
+        if self.kv is not None:
+            self.kv.init("after", torch.zeros(SMALL), update=ps.reduce("sum"), mode=ps.asynchronous())
+        return scenario(self)
 
     def end(self) -> None:
         """Ends both, whatever one raises."""
@@ -173,6 +187,66 @@ def pulls(elements: int) -> Scenario:
     return prepare
 
 
+def uses_rows(pulls: bool) -> Scenario:
+    """Adds one to rows of a table, or pulls them."""
+
+    def prepare(party: Party) -> Callable[[], Values]:
+        if party.kv is None:
+            return nothing
+        table = ps.Embedding(party.kv, "rows", 16, update=ps.reduce("sum"), mode=ps.asynchronous(), initial=(0.0, 0.0))
+        ids = torch.arange(0, 600, 3)
+
+        def call() -> Values:
+            if not pulls:
+                table.push(ids, torch.ones(len(ids), 16)).wait()
+            return [(table.pull(ids), 0.0 if pulls else 1.0)]
+
+        return call if party.me.rank == CALLER else nothing
+
+    return prepare
+
+
+def folder_of(party: Party) -> Path:
+    return Path(tempfile.gettempdir(), f"snapshot {party.name}".replace("/", " "))
+
+
+def snapshots(party: Party) -> Callable[[], Values]:
+    def call() -> Values:
+        shutil.rmtree(party.worker.snapshot(folder_of(party)).wait())
+        return []
+
+    return call if party.me.rank == CALLER else nothing
+
+
+def restores(party: Party) -> Callable[[], Values]:
+    """What another parameter server has saved."""
+    if party.me.rank != CALLER:
+        return nothing
+    path, got = folder_of(party), torch.zeros(SMALL)
+    with ps.join(HashStore(), rank=0, size=1, memory=SIZES["memory"]) as other:
+        other.init("s", torch.full((SMALL,), 3.0))
+        other.snapshot(path).wait()
+
+    def call() -> Values:
+        try:
+            party.worker.restore(path)
+        finally:
+            shutil.rmtree(path)
+        party.worker.pull("s", got)
+        return [(got, 3.0)]
+
+    return call
+
+
+def pushes_beside_a_snapshot(party: Party) -> Callable[[], Values]:
+    """Of which the server has taken no piece yet."""
+    call = pushes(SMALL, ps.asynchronous())(party)
+    party.me.meet(f"{party.name}: initialised")
+    if party.serving is not None:
+        party.serving._local.server.begin_snapshot()
+    return call
+
+
 CALLS: dict[str, Scenario] = {
     "init 4 KB": initialises(SMALL),
     "init 16 MB": initialises(LARGE),
@@ -182,9 +256,40 @@ CALLS: dict[str, Scenario] = {
     "push_pull 16 MB": pushes(LARGE, ps.asynchronous(), pulls=True),
     "pull 4 KB": pulls(SMALL),
     "pull 16 MB": pulls(LARGE),
+    "rows pushed": uses_rows(pulls=False),
+    "rows pulled": uses_rows(pulls=True),
+    "snapshot": snapshots,
+    "restore": restores,
+    "push 4 KB beside a snapshot": pushes_beside_a_snapshot,
 }
 
-BACKED_UP: dict[str, Scenario] = {}
+
+def takes_over(leaves: bool) -> Scenario:
+    """Server 0 ends, or moves to where its backup is, while the caller adds one to "w"."""
+
+    def prepare(party: Party) -> Callable[[], Values]:
+        call = pushes(SMALL, ps.asynchronous(), pulls=True)(party)
+
+        def ends() -> Values:
+            assert party.serving is not None
+            if leaves:
+                party.serving._local.hand_over(0)
+            else:
+                party.serving._local.shards[0].server.stop()
+            return []
+
+        return ends if party.me.rank == SERVER else call
+
+    return prepare
+
+
+BACKED_UP: dict[str, Scenario] = {
+    "push 4 KB, backed up": pushes(SMALL, ps.asynchronous()),
+    "push_pull 16 MB, backed up": pushes(LARGE, ps.asynchronous(), pulls=True),
+    "rows pushed, backed up": uses_rows(pulls=False),
+    "push while its server ends": takes_over(leaves=False),
+    "push while its server moves": takes_over(leaves=True),
+}
 """With two servers, each of which has the other's backup."""
 
 
@@ -198,12 +303,15 @@ def one_run(me: Rank, library: Path, sweep: Sweep, number: int, before: Counter[
         """Of what all ranks do at the same time."""
         me.meet(f"{run}: {phase}")
         if phase != sweep.phase or me.rank != sweep.victim:
+            if phase == sweep.phase:
+                me.meet(f"{run}: {phase} is armed")
             return do()
         with failing(library, sweep.kind, number) as asked:
+            me.meet(f"{run}: {phase} is armed")
             try:
                 return do()
             finally:
-                if phase in ("call", "end"):  # what its other threads are asked
+                if phase != "found":  # what its other threads are asked
                     me.meet(f"{run}: {phase} done")
                 met.append(asked)
 
@@ -213,34 +321,39 @@ def one_run(me: Rank, library: Path, sweep: Sweep, number: int, before: Counter[
         except Exception as error:
             found.error, found.when = found.error or said(error), time.monotonic()
         finally:
-            if me.rank != sweep.victim and phase == sweep.phase and phase in ("call", "end"):
+            if me.rank != sweep.victim and phase == sweep.phase and phase != "found":
                 me.meet(f"{run}: {phase} done")
 
     for phase, do in (("found", party.found), ("join", party.join)):
         attempt(phase, do)
         if found.error and sweep.phase == phase:
-            do()  # it can be done again
-    call: Callable[[], Values] = ({**CALLS, **BACKED_UP})[sweep.scenario](party)
-    if party.kv is not None:
-        party.kv.init("after", torch.zeros(SMALL), update=ps.reduce("sum"), mode=ps.asynchronous())
+            again(found, do)
+    call = attempt("prepare", lambda: party.prepared({**CALLS, **BACKED_UP}[sweep.scenario])) or nothing
     values = attempt("call", call) or []
     found.right = all(bool((got == wanted).all()) for got, wanted in values)
     me.meet(f"{run}: called")
     try:
         look(party, found)
     except Exception as error:
-        found.afterwards = said(error)
+        found.afterwards = found.afterwards or said(error)
     me.meet(f"{run}: used")
     attempt("end", party.end)
     found.place = met[0].place if met else 0
     found.logged = " | ".join(logged.messages)
-    import logging
-
     logging.getLogger("ringreduce").removeHandler(logged)
     party.serving = party.kv = None
+    del call, values
     if before is not None:
         found.left = left_over(before)
     return found
+
+
+def again(found: Run, do: Callable[[], None]) -> None:
+    """What has failed can be done again, unless the server has ended."""
+    try:
+        do()
+    except Exception as error:
+        found.afterwards = said(error)
 
 
 def look(party: Party, found: Run) -> None:
@@ -252,8 +365,7 @@ def look(party: Party, found: Run) -> None:
     party.kv.pull("after", after)
     found.right &= bool((after >= 1).all() and (after <= 2).all())
     if party.me.rank == WITNESS and party.kv.calls.is_key("w"):
-        shape = party.kv.calls.lookup("w", time.monotonic() + TIMEOUT).like
-        w = torch.zeros(party.kv.calls.keys["w"].spec["shape"])
+        w = torch.zeros(party.kv.calls.lookup("w", time.monotonic() + TIMEOUT).spec["shape"])
         party.kv.pull("w", w)
         found.least, found.most = float(w.min()), float(w.max())
 
@@ -261,33 +373,34 @@ def look(party: Party, found: Run) -> None:
 def judge(sweep: Sweep, runs: list[Run], noticed: float = NOTICED) -> Iterator[str]:
     """What is wrong with a run."""
     victim, caller, witness = runs[sweep.victim], runs[CALLER], runs[WITNESS]
-    lost = [each for each in runs if "ServerLost" in each.error + each.afterwards]
     for rank, each in enumerate(runs):
-        who = f"rank {rank}"
+        who, met = f"rank {rank}", [what for what in (each.error, each.afterwards) if what]
         if not each.error and not each.right:
             yield f"{who} has wrong values"
         if each.left:
             yield f"{who} keeps {each.left}"
-        if "CollectiveTimeout" in each.error + each.afterwards:
-            yield f"{who} waited for its timeout: {each.error or each.afterwards}"
-        for what in (each.error, each.afterwards):
-            if "ServerLost" in what and "server 0" not in what:
-                yield f"{who} does not name the server: {what}"
-        if rank != sweep.victim and each.error and "ServerLost" not in each.error and sweep.victim != SERVER:
-            yield f"{who} raises too: {each.error}"
-        if each.afterwards and "ServerLost" not in each.afterwards:
+        if any("CollectiveTimeout" in what for what in met):
+            yield f"{who} waited for its timeout: {met}"
+        if rank != sweep.victim and any("server 0" not in what for what in met):
+            yield f"{who} is not told who has failed: {met}"
+        if rank != sweep.victim and sweep.victim != SERVER and met:
+            yield f"{who} cannot go on though only the worker of rank {sweep.victim} has failed: {met}"
+        if each.error and each.when > victim.when + noticed > noticed:
+            yield f"{who} hears of it {each.when - victim.when:.1f} s later: {each.error}"
+        ended = sweep.victim == SERVER and each.afterwards.startswith(("ServerLost", "PeerLost"))
+        cut = rank == sweep.victim and "which may have cut the connection" in each.afterwards
+        if each.afterwards and not ended and not cut:
             yield f"{who} cannot go on: {each.afterwards}"
-    if "push" in sweep.scenario and not witness.afterwards:
+    if sweep.scenario.startswith("push") and not witness.afterwards:
         if witness.most > 1:
             yield f"a push was applied {witness.most:g} times"
         if witness.least < 1 and not caller.error:
             yield "a push that was acknowledged is lost"
-    if lost and sweep.victim != SERVER and sweep.phase != "end":
-        yield f"the server ends: {[each.error or each.afterwards for each in lost]} {runs[SERVER].logged}"
-    if lost and len(lost) < 2:
-        yield f"the server has ended for one worker: {[each.error or each.afterwards for each in runs]}"
-    told = f"{victim.error} {victim.logged}" + (caller.error if sweep.victim == SERVER else "")
-    if (any(each.error or each.afterwards for each in runs)) and not any(name in told for name in RAN_OUT):
+    place = place_name(victim.place) if victim.place else ""
+    if sweep.scenario not in BACKED_UP and any(each in place for each in SERVES_ON) and witness.afterwards:
+        yield f"the server has ended: {witness.afterwards}"
+    told = f"{victim.error} {victim.afterwards} {victim.logged}" + (caller.error if sweep.victim == SERVER else "")
+    if any(each.error or each.afterwards for each in runs) and not any(name in told for name in RAN_OUT):
         yield f"rank {sweep.victim} is not told what ran out: {told}"
 
 
@@ -295,9 +408,10 @@ def all_sweeps() -> Iterator[Sweep]:
     for place in PLACES:
         for kind in KINDS:
             if kind not in ("wait", "process", "disk", "tensor"):
-                for victim in (SERVER, CALLER):
+                for victim in (SERVER, CALLER, WITNESS):
                     for phase in ("found", "join", "end"):
-                        if (phase, victim) != ("found", CALLER):
+                        if victim != WITNESS and (phase, victim) != ("found", CALLER):
                             yield Sweep("pull 4 KB", kind, phase, place, victim)
                     for name in (*CALLS, *BACKED_UP):
-                        yield Sweep(name, kind, "call", place, victim)
+                        if victim != WITNESS or name in BACKED_UP:  # which has the backup
+                            yield Sweep(name, kind, "call", place, victim)
