@@ -388,7 +388,8 @@ def judge(sweep: Sweep, runs: list[Run], noticed: float = NOTICED) -> Iterator[s
         if each.error and each.when > victim.when + noticed > noticed:
             yield f"{who} hears of it {each.when - victim.when:.1f} s later: {each.error}"
         ended = sweep.victim == SERVER and each.afterwards.startswith(("ServerLost", "PeerLost"))
-        cut = rank == sweep.victim and "which may have cut the connection" in each.afterwards
+        # Over TCP, who has no memory for a connection, or whose socket call fails, has lost the server by that.
+        cut = rank == sweep.victim and sweep.transport == "tcp" and any(name in each.afterwards for name in RAN_OUT)
         if each.afterwards and not ended and not cut:
             yield f"{who} cannot go on: {each.afterwards}"
     if sweep.scenario.startswith("push") and not witness.afterwards:
