@@ -21,7 +21,7 @@ from typing import Any
 
 from processes import forking_context
 
-from shortage import elastic, loader, sweeps
+from shortage import elastic, loader, parameter_server, sweeps
 from shortage.requests import ANY, place_name, places
 from shortage.sweeps import LATE, NOTICED
 
@@ -30,6 +30,7 @@ def all_sweeps() -> Iterator[list[Any]]:
     """In lists of those that run in the same processes."""
     yield from loader.all_sweeps()
     yield from elastic.all_sweeps()
+    yield from parameter_server.all_sweeps()
     yield from sweeps.by_places()
     yield from sweeps.by_places(ANY, LATE)
     yield from sweeps.by_places("wait", LATE)

@@ -31,8 +31,8 @@ from torch._C._distributed_c10d import HashStore
 
 import ringreduce.parameter_server as ps
 from shortage import sweeps
-from shortage.requests import KINDS, failing, place_name
-from shortage.sweeps import NOTICED, TIMEOUT, Values, left_over, said
+from shortage.requests import ANY, place_name
+from shortage.sweeps import KINDS_OF_CALLS, NOTICED, TIMEOUT, Values, left_over, said
 
 SERVER, CALLER, WITNESS = 0, 1, 2
 
@@ -59,13 +59,10 @@ class Sweep(sweeps.Sweep):
 
     transport: str = "one host"
     victim: int = CALLER
+    ranks: int = 3
 
     def __str__(self) -> str:
         return f"parameter_server, {super().__str__()}"
-
-    @property
-    def ranks(self) -> int:
-        return 3
 
     def run(self, me: Rank, library: Path, number: int, before: Counter[str] | None) -> Run:
         os.environ["RINGREDUCE_HOST_ID"] = f"host {PLACES[self.transport][me.rank]}"
@@ -306,7 +303,7 @@ def one_run(me: Rank, library: Path, sweep: Sweep, number: int, before: Counter[
             if phase == sweep.phase:
                 me.meet(f"{run}: {phase} is armed")
             return do()
-        with failing(library, sweep.kind, number) as asked:
+        with sweep.fails(library, number) as asked:
             me.meet(f"{run}: {phase} is armed")
             try:
                 return do()
@@ -338,7 +335,7 @@ def one_run(me: Rank, library: Path, sweep: Sweep, number: int, before: Counter[
         found.afterwards = found.afterwards or said(error)
     me.meet(f"{run}: used")
     attempt("end", party.end)
-    found.place = met[0].place if met else 0
+    found.place = met[0].place if met else ""
     found.logged = " | ".join(logged.messages)
     logging.getLogger("ringreduce").removeHandler(logged)
     party.serving = party.kv = None
@@ -397,7 +394,7 @@ def judge(sweep: Sweep, runs: list[Run], noticed: float = NOTICED) -> Iterator[s
             yield f"a push was applied {witness.most:g} times"
         if witness.least < 1 and not caller.error:
             yield "a push that was acknowledged is lost"
-    place = place_name(victim.place) if victim.place else ""
+    place = place_name(victim.place)
     if sweep.scenario not in BACKED_UP and any(each in place for each in SERVES_ON) and witness.afterwards:
         yield f"the server has ended: {witness.afterwards}"
     told = f"{victim.error} {victim.afterwards} {victim.logged}" + (caller.error if sweep.victim == SERVER else "")
@@ -405,14 +402,21 @@ def judge(sweep: Sweep, runs: list[Run], noticed: float = NOTICED) -> Iterator[s
         yield f"rank {sweep.victim} is not told what ran out: {told}"
 
 
-def all_sweeps() -> Iterator[Sweep]:
+def by_places(victim: int, place: str) -> list[Sweep]:
+    phases = [("pull 4 KB", phase) for phase in ("found", "join", "end") if (phase, victim) != ("found", CALLER)]
+    calls = [(name, "call") for name in (*CALLS, *BACKED_UP)]
+    return [Sweep(name, ANY, phase, place, victim, anew=True) for name, phase in (*phases, *calls)]
+
+
+def all_sweeps() -> Iterator[list[Sweep]]:
     for place in PLACES:
-        for kind in KINDS:
-            if kind not in ("wait", "process", "disk", "tensor"):
-                for victim in (SERVER, CALLER, WITNESS):
-                    for phase in ("found", "join", "end"):
-                        if victim != WITNESS and (phase, victim) != ("found", CALLER):
-                            yield Sweep("pull 4 KB", kind, phase, place, victim)
-                    for name in (*CALLS, *BACKED_UP):
-                        if victim != WITNESS or name in BACKED_UP:  # which has the backup
-                            yield Sweep(name, kind, "call", place, victim)
+        for victim in (SERVER, CALLER):
+            yield by_places(victim, place)
+        for kind in KINDS_OF_CALLS:
+            for victim in (SERVER, CALLER, WITNESS):
+                for phase in ("found", "join", "end"):
+                    if victim != WITNESS and (phase, victim) != ("found", CALLER):
+                        yield [Sweep("pull 4 KB", kind, phase, place, victim)]
+                for name in (*CALLS, *BACKED_UP):
+                    if victim != WITNESS or name in BACKED_UP:  # which has the backup
+                        yield [Sweep(name, kind, "call", place, victim)]
