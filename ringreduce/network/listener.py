@@ -160,8 +160,14 @@ class Door:
                 serving.close()
                 started.set_exception(error)
 
-        self._thread = threading.Thread(target=serve, name="ringreduce-door", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=serve, name="ringreduce-door", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise SystemFailure(
+                f"the door for other hosts: {error}; raise `ulimit -u` or the cgroup's pids.max"
+            ) from None
+        self._thread = thread  # which close() waits for
         try:
             started.result()
         except OSError as error:
