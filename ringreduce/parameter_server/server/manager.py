@@ -66,6 +66,8 @@ class ReplicaManager:
             self._poked.wait(_SOON if soon else _LOOK)
             self._poked.clear()
             try:
+                if self._local.replication is not None:
+                    self._local.replication.catch_up()
                 if not soon:  # no requests to the store while a backup takes over
                     self._directory.processes()  # newcomers
                 with self._looking:

@@ -48,6 +48,7 @@ class Replication:
         self._changing = threading.Lock()
         self._known: dict[Shard, Standing] = {}
         self._closing = False
+        self._postponed: list[Callable[[], None]] = []
         self.on_change: Callable[[], None] = lambda: None  # called when somebody goes on
 
     def close(self) -> None:
@@ -176,8 +177,19 @@ class Replication:
 
     def _later(self, what: Callable[..., None], *arguments: object) -> None:
         """Called by a server's thread, which must not wait."""
-        if not self._closing:
+        if self._closing:
+            return
+        try:
             threading.Thread(target=what, args=arguments, daemon=True).start()
+        except RuntimeError as error:  # there can be no other thread: the manager's does it
+            log.warning("process %d: %s; raise `ulimit -u` or the cgroup's pids.max", os.getpid(), error)
+            self._postponed.append(lambda: what(*arguments))
+            self.on_change()
+
+    def catch_up(self) -> None:
+        """Does what no thread could be started for."""
+        while self._postponed:
+            self._postponed.pop(0)()
 
     def _break_off(self, shard: Shard, number: int, backup: Replica, link: _Link) -> None:
         """A server does not hear its backup."""
