@@ -23,6 +23,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -49,7 +50,6 @@ _EVENTS = {
     "socket.bind": "socket_call",
     "mmap.__new__": "mapping",
     "os.truncate": "mapping",
-    "_thread.start_new_thread": "thread",
     "os.fork": "process",
     "subprocess.Popen": "process",
 }
@@ -71,6 +71,11 @@ _FUNCTIONS: list[tuple[Any, str, str]] = [
     (socket, "recv_fds", "descriptor"),
     (socket, "send_fds", "socket_call"),
     (socket, "socketpair", "descriptor"),
+    (
+        threading,
+        "_start_joinable_thread" if hasattr(threading, "_start_joinable_thread") else "_start_new_thread",
+        "thread",
+    ),
 ]
 
 _ERRORS: dict[str, Callable[[], BaseException]] = {
