@@ -64,6 +64,11 @@ def reduces(elements: int, all_reduce: Callable[[torch.Tensor], Any]) -> Scenari
     return prepare
 
 
+def feeds_back(me: Rank) -> Callable[[], Values]:
+    rounded = functools.partial(ringreduce.all_reduce, wire_dtype="int8", feedback=ringreduce.Feedback())
+    return reduces(1 << 17, rounded)(me)
+
+
 def waits_for_it(tensor: torch.Tensor) -> None:
     work = dist.all_reduce(tensor, async_op=True)
     assert work is not None
@@ -214,6 +219,7 @@ def makes_a_subgroup(me: Rank) -> Callable[[], Values]:
 CALLS: dict[str, Scenario] = {
     "all_reduce 64 B": reduces(SMALL, ringreduce.all_reduce),
     "all_reduce 16 MB": reduces(LARGE, ringreduce.all_reduce),
+    "all_reduce int8 with feedback": feeds_back,
     "all_reduce int8": reduces(1 << 17, functools.partial(ringreduce.all_reduce, wire_dtype="int8")),
     "operator": reduces(1000, functools.partial(ringreduce.all_reduce, op=ringreduce.Op.torch(torch.add))),
     "dist.all_reduce 64 B": reduces(SMALL, dist.all_reduce),
@@ -236,6 +242,9 @@ CALLS: dict[str, Scenario] = {
 
 GROUP_GOES_ON = ("subgroup",)
 """After an error in one of these, which is another group's."""
+
+FAILS_BEFORE_A_CALL = ("arena", "operator")
+"""The others may be told by the victim's next call, which is another than theirs."""
 
 TRANSPORTS: dict[str, dict[str, Any]] = {"shared_memory": {}, "tcp": {"transport": "tcp"}}
 
@@ -382,6 +391,8 @@ def judge(sweep: Sweep, runs: list[Run], noticed: float = NOTICED) -> Iterator[s
                 yield f"{who} raises though rank {sweep.victim} does not: {each.error}"
             if f"rank {sweep.victim}" not in each.error:
                 yield f"{who} does not name rank {sweep.victim}: {each.error}"
+            if "CollectiveMismatch" in each.error and sweep.scenario not in FAILS_BEFORE_A_CALL:
+                yield f"{who} is told of another call: {each.error}"
             if each.when > victim.when + noticed:
                 yield f"{who} hears of it {each.when - victim.when:.1f} s later: {each.error}"
     groups = [each.afterwards for each in runs if each.made]
