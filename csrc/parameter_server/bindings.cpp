@@ -109,12 +109,6 @@ auto inner(M S::* outer, V M::* member) {
   return [=](S& self, Given<V> value) { self.*outer.*member = taken<V>(value); };
 }
 
-// A setter for a descriptor, which the struct takes over. Given before what needs memory, none is left open.
-template <class S>
-auto descriptor(FileDescriptor S::* member) {
-  return [member](S& self, int given) { self.*member = FileDescriptor(given); };
-}
-
 // A table as a worker sees it.
 struct TableHandle {
   TableHandle(std::vector<BlockId> blocks, DType dtype, std::size_t width)
@@ -245,24 +239,17 @@ void bind_specifications(py::module_& m) {
   using W = WorkerSpec;
   py::class_<W> worker(m, "WorkerSpec");
   bind_members(worker, "id", &W::id, "group", &W::group, "window_bytes", &W::window_bytes, "servers", &W::servers,
-               "lane", &W::lane, "name", &W::name)
-      .def_property("window", nullptr, descriptor(&W::window))
-      .def_property("pidfd", nullptr, descriptor(&W::pidfd))
-      .def_property("news", nullptr, descriptor(&W::news));
+               "lane", &W::lane, "name", &W::name);
+  bind_descriptors(worker, "window", &W::window, "pidfd", &W::pidfd, "news", &W::news);
   using P = PartnerSpec;
   py::class_<P> partner(m, "PartnerSpec");
-  bind_members(partner, "capacity", &P::capacity, "name", &P::name, "address", &P::address)
-      .def_property("log", nullptr, descriptor(&P::log))
-      .def_property("bell", nullptr, descriptor(&P::bell))
-      .def_property("values", nullptr, descriptor(&P::values))
-      .def_property("pidfd", nullptr, descriptor(&P::pidfd))
-      .def_property("passage", nullptr, descriptor(&P::passage));
+  bind_members(partner, "capacity", &P::capacity, "name", &P::name, "address", &P::address);
+  bind_descriptors(partner, "log", &P::log, "bell", &P::bell, "values", &P::values, "pidfd", &P::pidfd, "passage",
+                   &P::passage);
   using S = ServerSpec;
   py::class_<S> server(m, "ServerSpec");
-  bind_members(server, "capacity", &S::capacity, "name", &S::name, "turn", &S::turn)
-      .def_property("values", nullptr, descriptor(&S::values))
-      .def_property("bell", nullptr, descriptor(&S::bell))
-      .def_property("pidfd", nullptr, descriptor(&S::pidfd));
+  bind_members(server, "capacity", &S::capacity, "name", &S::name, "turn", &S::turn);
+  bind_descriptors(server, "values", &S::values, "bell", &S::bell, "pidfd", &S::pidfd);
 }
 
 py::object next_piece(Server& server) {
