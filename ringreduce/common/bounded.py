@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from ringreduce.common import system
+
 T = TypeVar("T")
 
 _LOOK = 0.1
@@ -25,7 +27,7 @@ def bounded(call: Callable[[], T], seconds: float) -> T:
             errors.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
-    thread.start()
+    system.start(thread)
     left = seconds
     while thread.is_alive() and left > 0:
         thread.join(min(_LOOK, left))

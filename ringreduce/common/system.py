@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import threading
 from collections.abc import Callable
 
 from ringreduce.common.descriptors import above_streams
@@ -58,6 +59,15 @@ def fork() -> int:
     except OSError as error:
         fix = WANTS.get(error.errno or 0, "raise `ulimit -u` or the cgroup's pids.max")
         raise SystemFailure(f"cannot start a process: {error.strerror}; {fix}") from None
+
+
+def start(thread: threading.Thread) -> None:
+    """Starts a thread of Python. Raises `SystemFailure` if there can be no other one."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        fix = "raise `ulimit -u`, `ulimit -v` or the cgroup's pids.max"
+        raise SystemFailure(f"cannot start a thread: {error}; {fix}") from None
 
 
 def explained(error: OSError) -> str:

@@ -26,6 +26,7 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
+from ringreduce.common import system
 from ringreduce.common.failures import CollectiveTimeout, SystemFailure
 from ringreduce.coordination.endpoint import member_has_ended
 from ringreduce.coordination.protocol import Member, View
@@ -302,7 +303,7 @@ class JoinWatcher:
 
 
 def _in_background(function: Callable[..., None], *arguments: object) -> None:
-    threading.Thread(target=function, args=arguments, daemon=True, name=f"ringreduce {function.__name__}").start()
+    system.start(threading.Thread(target=function, args=arguments, daemon=True, name=f"ringreduce {function.__name__}"))
 
 
 def _look_out(joins: JoinQueue, seen: _Seen) -> None:

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
+from ringreduce.common import system
 from ringreduce.common.failures import CollectiveTimeout, InvalidArgument
 from ringreduce.coordination.wait import Pauses, wait_for
 
@@ -185,7 +186,7 @@ class Bounded(Values):
         """The time at which the request under way began; empty if there is none."""
         given = self._requests, self._under_way  # not this object: the thread must not keep it alive, since it ends it
         thread = threading.Thread(target=_carry_out, args=given, daemon=True, name="ringreduce store")
-        thread.start()
+        system.start(thread)
         _threads[thread] = self._requests
 
     def __del__(self) -> None:

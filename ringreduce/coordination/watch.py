@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ringreduce.common import system
 from ringreduce.coordination.endpoint import address_of
 from ringreduce.coordination.process import ended_among, open_process
 from ringreduce.coordination.protocol import View, log_key, read
@@ -45,7 +46,7 @@ class Watch:
             self._group = group
             if self._found:
                 group.notice()
-        self._thread.start()
+        system.start(self._thread)
 
     def ended(self) -> list[str]:
         """The names of members whose processes have ended."""

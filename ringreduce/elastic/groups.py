@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import ErrorType, Store
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
+from ringreduce.common import system
 from ringreduce.coordination.protocol import View
 from ringreduce.elastic.settings import Settings
 from ringreduce.errors import CollectiveMismatch, Expelled, InvalidArgument, RingReduceError, SystemFailure, TooFewRanks
@@ -76,7 +77,10 @@ def destroy_groups() -> None:
             for group in groups:
                 group.shutdown()
 
-        threading.Thread(target=say_goodbye, daemon=True, name="ringreduce goodbye").start()
+        try:
+            system.start(threading.Thread(target=say_goodbye, daemon=True, name="ringreduce goodbye"))
+        except SystemFailure:
+            say_goodbye()
     dist.destroy_process_group()
 
 

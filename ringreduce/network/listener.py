@@ -35,6 +35,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
+from ringreduce.common import system
 from ringreduce.common.descriptors import above_streams, make_above_streams
 from ringreduce.common.failures import Aborted, CollectiveTimeout, PeerLost, SystemFailure
 from ringreduce.common.ranks import call_ranks
@@ -161,12 +162,7 @@ class Door:
                 started.set_exception(error)
 
         thread = threading.Thread(target=serve, name="ringreduce-door", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            raise SystemFailure(
-                f"the door for other hosts: {error}; raise `ulimit -u` or the cgroup's pids.max"
-            ) from None
+        system.start(thread)
         self._thread = thread  # which close() waits for
         try:
             started.result()

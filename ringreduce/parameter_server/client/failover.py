@@ -13,6 +13,7 @@ import threading
 import time
 from typing import Any
 
+from ringreduce.common import system
 from ringreduce.errors import Aborted, RingReduceError
 from ringreduce.parameter_server.doors import called
 from ringreduce.parameter_server.entry import Entry
@@ -43,7 +44,7 @@ class FailoverConnector:
         client.seek()
         self._look()
         self._thread = threading.Thread(target=self._run, name="ringreduce failover", daemon=True)
-        self._thread.start()
+        system.start(self._thread)
 
     def take(self, server: int, replica: int) -> tuple[socket.socket, str] | None:
         """Removes and returns a replica's connection for control messages, and its name. None: there is none."""

@@ -15,6 +15,7 @@ import os
 import threading
 import time
 
+from ringreduce.common import system
 from ringreduce.coordination.wait import every, wait_for
 from ringreduce.errors import Aborted, CollectiveTimeout, RingReduceError
 from ringreduce.parameter_server.doors import lives
@@ -53,7 +54,7 @@ class ReplicaManager:
             local.replication.on_change = self._poked.set
         directory.processes()  # learns them now, since the store may end
         self._thread = threading.Thread(target=self._run, name="ringreduce manager", daemon=True)
-        self._thread.start()
+        system.start(self._thread)
 
     def close(self) -> None:
         self._closing = True

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ringreduce.common import system
 from ringreduce.errors import Aborted, CollectiveTimeout, InvalidArgument, PeerLost, RingReduceError, SystemFailure
 from ringreduce.parameter_server import doors
 from ringreduce.parameter_server.server.shard import Shard
@@ -180,9 +181,9 @@ class Replication:
         if self._closing:
             return
         try:
-            threading.Thread(target=what, args=arguments, daemon=True).start()
-        except RuntimeError as error:  # there can be no other thread: the manager's does it
-            log.warning("process %d: %s; raise `ulimit -u` or the cgroup's pids.max", os.getpid(), error)
+            system.start(threading.Thread(target=what, args=arguments, daemon=True))
+        except SystemFailure as error:  # the manager's thread does it
+            log.warning("process %d: %s", os.getpid(), error)
             self._postponed.append(lambda: what(*arguments))
             self.on_change()
 
