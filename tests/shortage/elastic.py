@@ -31,7 +31,8 @@ FOUNDERS, SIZE, STEPS = 2, 3, 3
 LONGEST = 4.0
 """Seconds in which all three are members, one failure or not. The timeout of their calls is longer."""
 STARTS = 4
-RAN_OUT = ("SystemFailure", "MemoryError", "allocate memory")
+RAN_OUT = ("SystemFailure", "MemoryError", "allocate memory", "Expelled")
+"""What the process hears whose request failed. The others may have gone on without it before it can say so."""
 
 
 @dataclasses.dataclass(frozen=True)
