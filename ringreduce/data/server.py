@@ -225,7 +225,7 @@ class Server:
         samples: Any
         if prepares_many(dataset):
             if seeded:
-                _seed(seeded, order.seed, *key)
+                _seed(order.seed, *key, own=seeded)
             samples = dataset.__getitems__(ids)
             if not isinstance(samples, list):
                 return lay_out_whole(collate(samples) if collate else samples)
@@ -236,7 +236,7 @@ class Server:
             try:
                 for position, number in enumerate(ids, key[0]):
                     if seeded:
-                        _seed(seeded, order.seed, position // order.n, number)
+                        _seed(order.seed, position // order.n, number, own=seeded)
                     self._current[0] = number
                     samples.append(dataset[number])
             except BaseException as error:
@@ -351,7 +351,7 @@ def _failure(error: BaseException) -> Failure:
     return Failure(text, number)
 
 
-def _seed(own: bool | Callable[[int], Any], *numbers: int) -> None:
+def _seed(*numbers: int, own: bool | Callable[[int], Any] = True) -> None:
     """Seeds what a dataset may draw its augmentation from, so that the same example gets the same again."""
     seed = mixed(*numbers)
     random.seed(seed)
