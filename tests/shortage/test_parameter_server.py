@@ -29,7 +29,6 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (Sweep("push 4 KB beside a snapshot", "allocation", victim=SERVER), 4),
         (Sweep("restore", "socket_call", victim=SERVER), 1),
         (Sweep("pull 4 KB", "thread", "found", "tcp", SERVER), 4),
-        (Sweep("push while its server ends", "thread", "call", "tcp", 2), 1),
         (Sweep("push while its server ends", "descriptor"), 0),  # whether the caller hears of the backup in its call
     ],
     ids=str,

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -49,7 +50,7 @@ class Replication:
         self._changing = threading.Lock()
         self._known: dict[Shard, Standing] = {}
         self._closing = False
-        self._postponed: list[Callable[[], None]] = []
+        self._postponed: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.on_change: Callable[[], None] = lambda: None  # called when somebody goes on
 
     def close(self) -> None:
@@ -174,6 +175,7 @@ class Replication:
     def _wait_for(self, is_so: Callable[[], bool]) -> None:
         while not is_so():
             self._check_open()
+            self.catch_up()  # the manager's thread, which would do that, may be the one that waits here
             time.sleep(_LOOK)
 
     def _later(self, what: Callable[..., None], *arguments: object) -> None:
@@ -184,13 +186,14 @@ class Replication:
             system.start(threading.Thread(target=what, args=arguments, daemon=True))
         except SystemFailure as error:  # the manager's thread does it
             log.warning("process %d: %s", os.getpid(), error)
-            self._postponed.append(lambda: what(*arguments))
+            self._postponed.put(lambda: what(*arguments))
             self.on_change()
 
     def catch_up(self) -> None:
         """Does what no thread could be started for."""
-        while self._postponed:
-            self._postponed.pop(0)()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._postponed.get_nowait()()
 
     def _break_off(self, shard: Shard, number: int, backup: Replica, link: _Link) -> None:
         """A server does not hear its backup."""
