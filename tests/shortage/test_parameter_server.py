@@ -8,12 +8,7 @@ import pytest
 from distributed.harness import run
 
 from shortage.parameter_server import SERVER, Sweep
-from shortage.sweeps import TIMEOUT, build, sweep_here
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("requests"))
+from shortage.sweeps import TIMEOUT, sweep_here
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 
 from shortage import elastic, loader
-from shortage.sweeps import TIMEOUT, Sweep, build, by_places, swept
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("requests"))
-
+from shortage.sweeps import TIMEOUT, Sweep, by_places, swept
 
 AT_EACH_PLACE = [*((some, 190) for some in by_places()), (loader.by_places(), 20)]
 SLOW = [(elastic.by_places(victim), 120) for victim in (0, elastic.FOUNDERS)]
