@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from ringreduce import _C
+from ringreduce.common import system
 from ringreduce.common.descriptors import above_streams, open_above_streams
 from ringreduce.errors import InvalidArgument, RingReduceError, SystemFailure
 from ringreduce.parameter_server.safetensors import NAMES, Reader, Writer
@@ -62,7 +63,7 @@ class Saving:
             self.path.mkdir(parents=True, exist_ok=True)
             self._writer = Writer(self.path / f"{self._name}.part", tensors, metadata)
             try:
-                threading.Thread(target=self._run, name="ringreduce snapshot", daemon=True).start()
+                system.start(threading.Thread(target=self._run, name="ringreduce snapshot", daemon=True))
             except BaseException:
                 self._writer.remove()
                 self._writer.close()
