@@ -39,6 +39,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before any group: it keeps the default group that it finds when it is imported
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.multiprocessing.spawn import ProcessException, spawn
@@ -83,12 +84,10 @@ class Training:
         width = next(self.model.parameters()).shape[-1]
         self.x = torch.randn(1, TOKENS, width, generator=torch.Generator().manual_seed(dist.get_rank()))
         self.spans: list[Span] = []
-        self.last_gradient = 0
+        # Python finds no cycle through a parameter's hook, which therefore must not hold self, and by it the group.
+        self.last_gradient = last_gradient = [0]
         for parameter in self.model[0].parameters():  # whose gradients are the last
-            parameter.register_post_accumulate_grad_hook(self.note_gradient)
-
-    def note_gradient(self, _: Tensor) -> None:
-        self.last_gradient = time.time_ns()
+            parameter.register_post_accumulate_grad_hook(lambda _: last_gradient.__setitem__(0, time.time_ns()))
 
     def step(self) -> None:
         marks = [time.time_ns()]
@@ -96,7 +95,7 @@ class Training:
         loss = self.ddp(self.x).square().mean()
         marks.append(time.time_ns())
         loss.backward()
-        marks += [self.last_gradient, time.time_ns()]
+        marks += [*self.last_gradient, time.time_ns()]
         self.optimizer.step()
         marks.append(time.time_ns())
         rank = dist.get_rank()
@@ -255,7 +254,7 @@ def meet(args: argparse.Namespace, **meeting: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(args.backend, **meeting)
     run(args)
-    gc.collect()  # models in cycles hold the group; with Gloo a thread of it that frees tensors at the exit aborts
+    gc.collect()  # models in cycles hold the group; a thread of Gloo that frees tensors at the exit aborts
     dist.destroy_process_group()
 
 
