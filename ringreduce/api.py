@@ -71,6 +71,7 @@ SUM = dist.ReduceOp.SUM
 log = logging.getLogger(__name__)
 
 
+@_C.tries_first(_C.all_reduce_now, "group", "tensor", "op", "out")
 def all_reduce(
     tensor: Array,
     op: ReduceOp = SUM,
@@ -96,10 +97,8 @@ def all_reduce(
         options = options_of(dist.AllreduceOptions, async_op, reduceOp=op)
         given = Many((tensor if out is None else copied(tensor, out),))
         return call_backend(group, "allreduce_packed", given, options=options, others=(wire_dtype, feedback))
-    if not async_op and _C.all_reduce_now(group, tensor, op, out):
-        return None
     if isinstance(op, operators.Op):
-        return operators.all_reduce(op, tensor, group, async_op, out)
+        return operators.all_reduce(op, tensor, async_op, out, group=group)
     options = options_of(dist.AllreduceOptions, async_op, reduceOp=op)
     return call_backend(group, "allreduce", Many((tensor if out is None else copied(tensor, out),)), options=options)
 
@@ -114,11 +113,12 @@ def all_reduce_coalesced(
     their memory, and `CollectiveMismatch` if the lists differ between ranks.
     """
     if isinstance(op, operators.Op):
-        return operators.all_reduce_coalesced(op, tensors, group, async_op)
+        return operators.all_reduce_coalesced(op, tensors, async_op, group=group)
     options = options_of(dist.AllreduceCoalescedOptions, async_op, reduceOp=op)
     return call_backend(group, "allreduce_coalesced", Many(tensors), options=options)
 
 
+@_C.tries_first(_C.broadcast_now, "group", "tensor", "src", "group_src")
 def broadcast(
     tensor: Array, src: Rank = None, group: Group = None, async_op: bool = False, group_src: Rank = None
 ) -> Work:
@@ -126,8 +126,6 @@ def broadcast(
 
     The number of elements and the dtype are the same on all ranks.
     """
-    if not async_op and _C.broadcast_now(group, tensor, src, group_src):
-        return None
     options = options_of(dist.BroadcastOptions, async_op, rootRank=rank_in(group, "src", src, group_src))
     return call_backend(group, "broadcast", Many((tensor,)), options=options)
 
@@ -148,7 +146,7 @@ def reduce(
     """
     root = rank_in(group, "dst", dst, group_dst)
     if isinstance(op, operators.Op):
-        return operators.reduce(op, tensor, root, group, async_op, out)
+        return operators.reduce(op, tensor, root, async_op, out, group=group)
     options = options_of(dist.ReduceOptions, async_op, reduceOp=op, rootRank=root)
     return call_backend(group, "reduce", Many((tensor if out is None else copied(tensor, out),)), options=options)
 
@@ -163,6 +161,7 @@ def all_gather(tensor_list: Sequence[Array], tensor: Array, group: Group = None,
     return call_backend(group, "allgather", Many((Many(tensor_list),)), Many((tensor,)), options=options)
 
 
+@_C.tries_first(_C.all_gather_now, "group", "output_tensor", "input_tensor")
 def all_gather_single(output_tensor: Array, input_tensor: Array, group: Group = None, async_op: bool = False) -> Work:
     """Puts every rank's `input_tensor` into `output_tensor`, one after the other in the order of ranks.
 
@@ -170,8 +169,6 @@ def all_gather_single(output_tensor: Array, input_tensor: Array, group: Group = 
 
     torch up to 2.12 calls this function `all_gather_into_tensor`; that name works here too.
     """
-    if not async_op and _C.all_gather_now(group, output_tensor, input_tensor):
-        return None
     options = options_of(AllgatherOptions, async_op)
     return call_backend(group, "_allgather_base", output_tensor, input_tensor, options=options)
 
@@ -188,11 +185,12 @@ def reduce_scatter(
     of rank r have the same number of elements.
     """
     if isinstance(op, operators.Op):
-        return operators.reduce_scatter(op, output, input_list, group, async_op)
+        return operators.reduce_scatter(op, output, input_list, async_op, group=group)
     options = options_of(dist.ReduceScatterOptions, async_op, reduceOp=op)
     return call_backend(group, "reduce_scatter", Many((output,)), Many((Many(input_list),)), options=options)
 
 
+@_C.tries_first(_C.reduce_scatter_now, "group", "output", "input", "op")
 def reduce_scatter_single(
     output: Array, input: Array, op: ReduceOp = SUM, group: Group = None, async_op: bool = False
 ) -> Work:
@@ -202,10 +200,8 @@ def reduce_scatter_single(
 
     torch up to 2.12 has it as `reduce_scatter_tensor`, which works here too.
     """
-    if not async_op and _C.reduce_scatter_now(group, output, input, op):
-        return None
     if isinstance(op, operators.Op):
-        return operators.reduce_scatter_single(op, output, input, group, async_op)
+        return operators.reduce_scatter_single(op, output, input, async_op, group=group)
     options = options_of(dist.ReduceScatterOptions, async_op, reduceOp=op)
     return call_backend(group, "_reduce_scatter_base", output, input, options=options)
 
@@ -265,6 +261,7 @@ def all_to_all(
     return call_backend(group, "alltoall", Many(output_tensor_list), Many(input_tensor_list), options=options)
 
 
+@_C.tries_first(_C.all_to_all_now, "group", "output", "input")
 def all_to_all_single(
     output: Array,
     input: Array,
@@ -279,8 +276,6 @@ def all_to_all_single(
     all ranks give split sizes or none does. Raises `CollectiveMismatch` if those of two ranks do not fit each other;
     the group stays usable then.
     """
-    if not (async_op or output_split_sizes or input_split_sizes) and _C.all_to_all_now(group, output, input):
-        return None
     splits = list(output_split_sizes or ()), list(input_split_sizes or ())
     options = options_of(dist.AllToAllOptions, async_op)
     return call_backend(group, "alltoall_base", output, input, options=options, others=splits)

@@ -24,6 +24,15 @@ union Control {
 
 }  // namespace
 
+std::string last_error() {
+  const char* const fix = errno == EMFILE                       ? "; raise `ulimit -n`"
+                          : errno == ENFILE                     ? "; raise fs.file-max"
+                          : errno == EFBIG                      ? "; raise `ulimit -f`"
+                          : errno == ENOMEM || errno == ENOBUFS ? "; free memory, or raise `ulimit -v`"
+                                                                : "";
+  return std::string(std::strerror(errno)) + fix;
+}
+
 int above_streams(int made) {
   if (made < 0 || made > STDERR_FILENO) return made;
   const int moved = fcntl(made, F_DUPFD_CLOEXEC, STDERR_FILENO + 1), error = errno;
@@ -94,21 +103,13 @@ std::optional<Received> receive_message(int socket) {
   return received;
 }
 
-FileDescriptor duplicate(int descriptor) {
-  FileDescriptor another(fcntl(descriptor, F_DUPFD_CLOEXEC, STDERR_FILENO + 1));
-  if (another.get() < 0)
-    throw Error(ErrorKind::system, std::string("duplicating a descriptor: ") + std::strerror(errno));
-  return another;
-}
-
 FileDescriptor own_pidfd() {
   FileDescriptor made(above_streams(static_cast<int>(syscall(SYS_pidfd_open, getpid(), 0))));
   if (made.get() < 0) {
     const char* fix = "";
-    if (errno == EMFILE) fix = "; raise `ulimit -n`";
     if (errno == EPERM) fix = "; let the container's or service's seccomp filter allow pidfd_open";
     if (errno == ENOSYS) fix = "; ringreduce needs Linux 5.3 or newer";
-    throw Error(ErrorKind::system, std::string("pidfd_open: ") + std::strerror(errno) + fix);
+    throw Error(ErrorKind::system, "pidfd_open: " + last_error() + fix);
   }
   return made;
 }

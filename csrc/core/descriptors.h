@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "core/file_descriptor.h"
@@ -12,6 +13,9 @@ namespace ringreduce {
 
 inline constexpr std::size_t kMostDescriptors = 240;  // in one message; the kernel's limit is 253
 inline constexpr std::size_t kMostMessage = 1024;     // bytes
+
+// What errno says, and what to do where something has run out.
+std::string last_error();
 
 // Takes what a call has made and returns it under a number of 3 or higher; -1, with errno, if the call or this has
 // failed. A process may run with descriptors 0, 1 and 2 closed, and the next one that it makes gets such a number: what
@@ -34,9 +38,6 @@ struct Received {
 // without all of its descriptors, which happens when this process has reached its limit of open files.
 std::optional<Received> receive_message(int socket);
 
-// Returns another descriptor of the same file, which programs that this process starts do not get. Throws
-// Error(system).
-FileDescriptor duplicate(int descriptor);
 // Returns a pidfd of this process. Throws Error(system).
 FileDescriptor own_pidfd();
 // Whether both descriptors refer to the same file or shared memory.

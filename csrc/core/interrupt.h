@@ -21,11 +21,11 @@ inline std::atomic<bool (*)()> take_ctrl_c{nullptr};
 // Of the main thread: the error that it is about to throw is KeyboardInterrupt.
 inline thread_local bool interrupted = false;
 
-// Whether this thread, which has waited for so long, is to wait no more. To be asked at each look.
-inline bool ctrl_c_came(Nanoseconds waited) {
+// Whether Ctrl-C ends this thread's wait. It may have to wait for the GIL: to be called with no lock held.
+inline bool ctrl_c_came() {
   thread_local Nanoseconds asked = 0;
   const auto take = take_ctrl_c.load(std::memory_order_relaxed);
-  if (take == nullptr || waited < kLookForCtrlC || now() - asked < kLookForCtrlC) return false;
+  if (take == nullptr || now() - asked < kLookForCtrlC) return false;
   asked = now();
   if (getpid() != syscall(SYS_gettid) || !take()) return false;
   return interrupted = true;

@@ -5,7 +5,6 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <cerrno>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -163,9 +162,7 @@ std::shared_ptr<Virtual> allocate_virtual(const DevicePtr& device, std::size_t b
   int fd = -1;
   cuda.cuMemExportToShareableHandle(&fd, memory, kMemHandleTypePosixFileDescriptor, 0);
   FileDescriptor exported(above_streams(fd));
-  if (exported.get() < 0)
-    throw Error(ErrorKind::system,
-                std::string("fcntl: ") + std::strerror(errno) + "; raise the limit of open files (ulimit -n)");
+  if (exported.get() < 0) throw Error(ErrorKind::system, "fcntl: " + last_error());
   fcntl(exported.get(), F_SETFD, FD_CLOEXEC);
   zero(device, owned->pointer(), owned->bytes);
   owned->lent.emplace(name_of(kGpu, this_process().id, owned->pointer()), std::move(exported));
@@ -184,8 +181,7 @@ std::shared_ptr<Allocated> allocate(const DevicePtr& device, std::size_t bytes) 
 std::shared_ptr<const LentDescriptor> lend_words(std::size_t bytes, CUdeviceptr pointer) {
   FileDescriptor words(above_streams(memfd_create("ringreduce words", MFD_CLOEXEC)));
   if (words.get() < 0 || ftruncate(words.get(), static_cast<off_t>(bytes)) != 0)
-    throw Error(ErrorKind::system, "memfd_create of " + in_bytes(bytes) + ": " + std::strerror(errno) +
-                                       "; see the limits on open files and file sizes (ulimit -n, -f)");
+    throw Error(ErrorKind::system, "memfd_create of " + in_bytes(bytes) + ": " + last_error());
   return std::make_shared<const LentDescriptor>(name_of(kWords, this_process().id, pointer), std::move(words));
 }
 
@@ -379,7 +375,7 @@ SharedWords::SharedWords(const DevicePtr& device, const Handle& handle, std::siz
   if (fstat(words.get(), &facts) != 0 || static_cast<std::size_t>(facts.st_size) < bytes)
     refusal.because("it has not " + in_bytes(bytes));
   void* const mapped = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, words.get(), 0);
-  if (mapped == MAP_FAILED) refusal.because("mmap of " + in_bytes(bytes_) + ": " + std::strerror(errno));
+  if (mapped == MAP_FAILED) refusal.because("mmap of " + in_bytes(bytes_) + ": " + last_error());
   try {
     const Device::Use use(*device);
     const CUresult result =

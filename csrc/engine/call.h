@@ -19,6 +19,8 @@
 
 namespace ringreduce {
 
+class HeldLock;
+
 // The order is that of kOperationNames. A barrier runs an all_reduce plan over nothing.
 enum class Operation : std::uint32_t {
   all_reduce,
@@ -61,6 +63,8 @@ struct Call {
   Packing packing = Packing::none;
   Feedback* feedback = nullptr;
   Nanoseconds timeout = 0;  // for the whole call, from the moment it first waits
+  // What the calling thread releases when a wait becomes long. Null but in small calls on one host.
+  HeldLock* held = nullptr;
   // Only the texts of errors use these two. A user's call may be several of the engine's: `part_of` is that call, if it
   // has another name, and `number` its number among the user's calls (0: the engine's own number is shown).
   std::optional<Operation> part_of = std::nullopt;

@@ -106,6 +106,9 @@ class Engine {
   // the user's own. To be called before any call.
   void ask_for_plans(Ask ask) { ask_ = std::move(ask); }
 
+  // Of `options`, where it is known only later. To be called before any call, with the same on all ranks.
+  void set_least_slice_bytes(std::size_t bytes) { options_.least_slice_bytes = bytes; }
+
   // Runs the call to its end in the calling thread. Throws Error.
   virtual Tally run(const Call& call, const Buffers& buffers) = 0;
 
@@ -183,7 +186,7 @@ class Engine {
   static const Choice* find(const Choices& choices, std::uint64_t bytes);
 
   const int rank_, size_, channels_;
-  const Options options_;
+  Options options_;
   const std::size_t most_slice_bytes_;
   std::vector<LoweredPlan> plans_;
   std::vector<Choices> choices_;                                // per operation

@@ -113,8 +113,8 @@ void Mailbox::wait(const std::shared_ptr<Message>& message, Nanoseconds patience
   std::unique_lock lock(mutex_);
   move_until(
       lock, [&] { return message->done; },
-      [&](Nanoseconds waited) {
-        if (ctrl_c_came(waited)) team_->fate().interrupt(title(*message));  // which ends all messages
+      [&](Nanoseconds waited, bool may_call_python) {
+        if (may_call_python && ctrl_c_came()) team_->fate().interrupt(title(*message));  // which ends all messages
         look();
         const std::lock_guard relock(mutex_);
         if (waited >= patience && !message->done)
@@ -131,7 +131,7 @@ void Mailbox::drive() {
     work_.wait(lock, [&] { return stopping_ || !all_.empty() || !finished_.empty(); });
     if (stopping_) return;
     try {
-      move_until(lock, [&] { return stopping_ || all_.empty(); }, [&](Nanoseconds) { look(); });
+      move_until(lock, [&] { return stopping_ || all_.empty(); }, [&](auto...) { look(); });
     } catch (const Error&) {  // the group has it, and it will end the messages
       if (!lock.owns_lock()) lock.lock();
     }

@@ -32,7 +32,8 @@ class MonitoredBarrier {
     team_.control_changed();
     if (team_.links() != nullptr) reach_other_hosts();
     Waiting waiting(control_.for_messages, patience, team_.links());
-    while (!missing().empty()) waiting.idle(kAwaitsAll, [this](Nanoseconds waited) { look(waited); });
+    while (!missing().empty())
+      waiting.idle(kAwaitsAll, [this](Nanoseconds waited, bool may_call_python) { look(waited, may_call_python); });
     for (int r = 0; r < team_.size(); ++r)
       if (r != team_.rank() && differ(control_, team_.control(r))) {
         team_.fate().abort(different_calls(team_, r, "monitored_barrier"));
@@ -84,8 +85,8 @@ class MonitoredBarrier {
   }
 
   // Called while waiting: throws if it is in vain.
-  void look(Nanoseconds waited) {
-    if (ctrl_c_came(waited)) team_.fate().interrupt("monitored_barrier");
+  void look(Nanoseconds waited, bool may_call_python) {
+    if (may_call_python && ctrl_c_came()) team_.fate().interrupt("monitored_barrier");
     const std::vector<int> absent = missing();
     if (absent.empty()) return;
     for (int r : team_.fate().gone())

@@ -55,7 +55,7 @@ class CallQueue {
       const auto its_turn = [&] { return number_ == queue_.next_turn_; };
       while (!queue_.turn_came_.wait_for(lock, std::chrono::nanoseconds(kLookForCtrlC), its_turn)) {
         lock.unlock();
-        if (queue_.interrupt_ && ctrl_c_came(kLookForCtrlC)) queue_.interrupt_();
+        if (queue_.interrupt_ && ctrl_c_came()) queue_.interrupt_();
         lock.lock();
       }
       came_ = true;

@@ -109,7 +109,7 @@ Tally SlotEngine::run(const Call& call, const Buffers& buffers) {
   own.waiting_for.store(-1, std::memory_order_relaxed);
   record(own, header, call.op);
 
-  Waiting waiting(own.for_calls, options().patience, team_->links());
+  Waiting waiting(own.for_calls, options().patience, team_->links(), call.held);
   Execution execution(*team_, prepared.bound, workspace_, call, history_,
                       prepared.rests ? reinterpret_cast<std::byte*>(prepared.rests->data()) : nullptr, prepared.timed);
   const auto fail = [&](const Error& error) {
@@ -143,7 +143,8 @@ void SlotEngine::carry_out(const Call& call, std::uint64_t seq, const Prepared& 
                            Waiting& waiting) {
   Links* const links = team_->links();
   if (links != nullptr) reach(call, prepared.bound.program(), title(call, seq));
-  const auto check_on_peers = [&](Nanoseconds waited) {
+  const auto check_on_peers = [&](Nanoseconds waited, bool may_call_python) {
+    if (may_call_python && ctrl_c_came()) team_->fate().interrupt(title(call, seq));
     RankControl& own = team_->control(team_->rank());
     own.waiting_for.store(execution.blocked_on(), std::memory_order_relaxed);
     own.heartbeat.store(now(), std::memory_order_release);
@@ -169,7 +170,7 @@ void SlotEngine::carry_out(const Call& call, std::uint64_t seq, const Prepared& 
     if (team_->fate().failed(seq)) throw Error(ErrorKind::aborted, title(call, seq) + ": another rank gave it up");
   } catch (const Error& error) {
     team_->fate().throw_if_aborted();  // which may be what was thrown, and explains itself
-    if (error.kind() == ErrorKind::mismatch) throw_mismatch(call, seq, error.culprit());
+    if (error.kind() == ErrorKind::mismatch) throw_mismatch(call, seq, error.culprit(), waiting);
     throw;
   }
 }
@@ -217,7 +218,6 @@ void SlotEngine::reach(const Call& call, const Program& program, const std::stri
 
 // Called while waiting: throws if it is in vain.
 void SlotEngine::look(const Call& call, std::uint64_t seq, const Execution& execution, Nanoseconds waited) {
-  if (ctrl_c_came(waited)) team_->fate().interrupt(title(call, seq));
   team_->fate().throw_if_aborted();
   if (team_->links() != nullptr) team_->links()->tell();
   for (int r = 0; r < team_->size(); ++r)
@@ -287,14 +287,14 @@ int SlotEngine::end_of_chain(int peer, F waiting_for) const {
   return peer;
 }
 
-void SlotEngine::throw_mismatch(const Call& call, std::uint64_t seq, int peer) const {
+void SlotEngine::throw_mismatch(const Call& call, std::uint64_t seq, int peer, Waiting& waiting) const {
   // From another host the call's description may come after its data.
-  for (const Nanoseconds deadline = now() + kSecond; team_->elsewhere(peer) && now() < deadline;) {
-    if (differ(team_->control(team_->rank()), team_->control(peer))) break;
-    team_->fate().throw_if_aborted();
-    team_->links()->tell();
-    if (!team_->links()->progress()) sched_yield();
-  }
+  const Nanoseconds deadline = now() + kSecond;
+  while (team_->elsewhere(peer) && now() < deadline && !differ(team_->control(team_->rank()), team_->control(peer)))
+    waiting.idle(kAwaitsAll, [this](auto...) {
+      team_->fate().throw_if_aborted();
+      team_->links()->tell();
+    });
   throw different_calls(*team_, peer, title(call, seq));
 }
 
@@ -325,9 +325,12 @@ SlotEngine::Late SlotEngine::who_is_late(const Call& call, std::uint64_t seq, in
     }
     text += " " + begins_with(*team_, r);
     if (entered < seq) {
-      text += entered == 0 ? team_->elsewhere(r) ? " has not told of any call." : " has not made any call."
-                           : " has not arrived: its latest call is seq " + std::to_string(number_of_call(c, entered)) +
-                                 ", " + describe_call(c, entered) + ".";
+      const bool far = team_->elsewhere(r);  // what such a rank does is known as far as it has told of it
+      if (entered == 0)
+        text += far ? " has not told of any call." : " has not made any call.";
+      else
+        text += (far ? " has told of no later call than seq " : " has not arrived: its latest call is seq ") +
+                std::to_string(number_of_call(c, entered)) + ", " + describe_call(c, entered) + ".";
       if (const int awaited = gpu_waiting_for(r); awaited >= 0)
         text += " Its GPU waits for " + number(awaited) + ", in a call on CUDA tensors.";
       text += doings(*team_, r);

@@ -56,7 +56,7 @@ class SlotEngine final : public Engine {
   int gpu_waiting_for(int rank) const;
   template <class F>
   int end_of_chain(int peer, F waiting_for) const;
-  [[noreturn]] void throw_mismatch(const Call& call, std::uint64_t seq, int peer) const;
+  [[noreturn]] void throw_mismatch(const Call& call, std::uint64_t seq, int peer, Waiting& waiting) const;
   struct Late {
     int culprit;
     std::string text;

@@ -200,11 +200,11 @@ auto by_keywords(Method method) {
 }
 
 auto with_far(void (Server::*method)(std::unique_ptr<Partner>)) {
-  return [method](Server& server, std::function<void()> on_silence, std::string name) {
-    const auto call = [function = std::move(on_silence)] {
+  return [method](Server& server, std::function<void(const std::string&)> on_silence, std::string name) {
+    const auto call = [function = std::move(on_silence)](const std::string& why) {
       call_python([&] {
         try {
-          function();
+          function(why);
         } catch (py::error_already_set& error) {
           error.discard_as_unraisable("a parameter server's callback");
         }

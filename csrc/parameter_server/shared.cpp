@@ -17,12 +17,7 @@
 namespace ringreduce::parameter_server {
 namespace {
 
-[[noreturn]] void refuse(const std::string& what) {
-  const char* const fix = errno == EMFILE   ? "; raise `ulimit -n`"
-                          : errno == ENOMEM ? "; free memory, or raise `ulimit -v`"
-                                            : "";
-  throw Error(ErrorKind::system, what + ": " + std::strerror(errno) + fix);
-}
+[[noreturn]] void refuse(const std::string& what) { throw Error(ErrorKind::system, what + ": " + last_error()); }
 
 }  // namespace
 

@@ -224,6 +224,10 @@ void check_list(const char* what, std::size_t is, int must) {
   if (is != static_cast<std::size_t>(must)) invalid(what, " holds ", is, " tensors, must hold one per rank: ", must);
 }
 
+void check_pairs(std::string_view what, const TensorList& outputs, const TensorList& inputs) {
+  if (outputs.size() != inputs.size()) invalid(what, ": ", outputs.size(), " outputs for ", inputs.size(), " inputs");
+}
+
 std::vector<std::size_t> equal_blocks(const at::Tensor& tensor, int size, const char* what) {
   const auto n = static_cast<std::size_t>(tensor.numel()), parts = static_cast<std::size_t>(size);
   if (n % parts != 0) invalid(what, " has ", n, " elements, which do not divide evenly among ", size, " ranks");

@@ -49,6 +49,7 @@ void check_outputs(const TensorList& tensors, const char* what);
 void copy_repeated(TensorList& tensors);
 void check_count(const char* what, std::size_t is, std::size_t must);
 void check_list(const char* what, std::size_t is, int must);
+void check_pairs(std::string_view what, const TensorList& outputs, const TensorList& inputs);
 
 // The sizes of the `size` equal parts of a tensor.
 std::vector<std::size_t> equal_blocks(const at::Tensor& tensor, int size, const char* what);

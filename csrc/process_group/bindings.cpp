@@ -17,15 +17,12 @@
 #include "core/interrupt.h"
 #include "engine/observe.h"
 #include "engine/probe.h"
-#include "kernels/accumulate.h"
 #include "parameter_server/bindings.h"
 #include "process_group/arena_allocator.h"
 #include "process_group/arguments.h"
-#include "process_group/direct_calls.h"
-#include "process_group/gpu_bindings.h"
+#include "process_group/bindings.h"
 #include "process_group/keywords.h"
 #include "process_group/one_thread.h"
-#include "process_group/operator_bindings.h"
 #include "process_group/process_group_ring.h"
 #include "transport/links.h"
 
@@ -223,9 +220,6 @@ void bind_shared_word(py::module_& m) {
       .def("add", &SharedWord::add, py::arg("value"));
 }
 
-void* address(std::uintptr_t a) { return reinterpret_cast<void*>(a); }  // NOLINT(performance-no-int-to-ptr)
-std::byte* bytes_at(std::uintptr_t a) { return static_cast<std::byte*>(address(a)); }
-
 void bind_transport(py::module_& m) {
   using Counters = Links::Counters;
   py::class_<Counters> counters(m, "LinkCounters");
@@ -254,23 +248,15 @@ void bind_transport(py::module_& m) {
 
 // What `ringreduce top` shows.
 void bind_observe(py::module_& m) {
-  py::class_<GroupSeen>(m, "GroupSeen")
-      .def_readonly("name", &GroupSeen::name)
-      .def_readonly("job", &GroupSeen::job)
-      .def_readonly("size", &GroupSeen::size)
-      .def_readonly("ranks", &GroupSeen::ranks);
-  py::class_<RankSeen> seen(m, "RankSeen");
-  seen.def_readonly("rank", &RankSeen::rank)
-      .def_readonly("global_rank", &RankSeen::global_rank)
-      .def_readonly("pid", &RankSeen::pid)
-      .def_readonly("left", &RankSeen::left)
-      .def_readonly("entered", &RankSeen::entered)
-      .def_readonly("completed", &RankSeen::completed)
-      .def_readonly("waits_for", &RankSeen::waits_for)
-      .def_property_readonly("since_sign", [](const RankSeen& its) { return seconds(its.since_sign); })
-      .def_readonly("call", &RankSeen::call)
-      .def_readonly("number", &RankSeen::number)
-      .def_readonly("recent", &RankSeen::recent);
+  using G = GroupSeen;
+  py::class_<G> group(m, "GroupSeen");
+  bind_members(group, "name", &G::name, "job", &G::job, "size", &G::size, "ranks", &G::ranks);
+  using R = RankSeen;
+  py::class_<R> rank(m, "RankSeen");
+  bind_members(rank, "rank", &R::rank, "global_rank", &R::global_rank, "pid", &R::pid, "left", &R::left, "entered",
+               &R::entered, "completed", &R::completed, "waits_for", &R::waits_for, "call", &R::call, "number",
+               &R::number, "recent", &R::recent)
+      .def_property_readonly("since_sign", [](const R& its) { return seconds(its.since_sign); });
   m.def("observe", &observe, py::call_guard<py::gil_scoped_release>(), py::arg("memfd"));
 }
 
@@ -370,8 +356,7 @@ void bind_roster(py::module_& m) {
       });
 }
 
-void bind_group(py::module_& m) {
-  const py::call_guard<py::gil_scoped_release> no_gil;
+void bind_feedback(py::module_& m) {
   py::class_<Feedback, std::shared_ptr<Feedback>>(
       m, "Feedback",
       "What all_reduce has cut off one tensor's values on this rank, to be added the next time. It holds nothing until "
@@ -380,10 +365,15 @@ void bind_group(py::module_& m) {
       .def(py::init<>())
       .def("reset", &Feedback::reset, "Forgets what was cut off.")
       .def_property_readonly("bytes", &Feedback::bytes, "Of memory: four for each element that this rank rounds.");
+}
+
+void bind_group(py::module_& m) {
+  const py::call_guard<py::gil_scoped_release> no_gil;
   py::class_<Group, c10::intrusive_ptr<Group>, c10d::Backend>(m, "ProcessGroupRing")
       .def(py::init(&make_group))
       .def("add_link", &Group::add_link, no_gil, py::arg("peer"), py::arg("socket"), py::arg("path"))
       .def("links", &Group::links, no_gil)
+      .def("set_least_slice_bytes", &Group::set_least_slice_bytes, py::arg("bytes"))
       // Not a constructor, since pybind11 does not convert keyword-only arguments of overloads.
       .def_static(
           "over",
@@ -398,6 +388,8 @@ void bind_group(py::module_& m) {
       .def_property_readonly("number", &Group::number)
       .def_property_readonly("job", &Group::job_id)
       .def("ended", &Group::ended, no_gil)
+      .def("throw_own_failure", &Group::throw_own_failure, no_gil)
+      .def("fail", &Group::fail, no_gil, py::arg("why"))
       .def("notice", &Group::notice, no_gil)
       .def("survivors_go_on", &Group::survivors_go_on, no_gil)
       // c10d's method of this name calls allocateTensor(), which is for DistributedDataParallel.
@@ -470,65 +462,6 @@ void bind_reports(py::module_& m) {
   });
 }
 
-// For tests and benchmarks.
-void bind_kernels(py::module_& m) {
-  m.def("kernel_supports", &kernels::supports);
-  m.def(
-      "accumulate",
-      [](DType dtype, ReduceOp op, const std::vector<std::uintptr_t>& dsts, const std::vector<std::uintptr_t>& srcs,
-         std::size_t count, double divisor, const std::vector<float>& weights) {
-        std::vector<const void*> sources;
-        for (std::uintptr_t src : srcs) sources.push_back(address(src));
-        std::vector<void*> results;
-        for (std::uintptr_t dst : dsts) results.push_back(address(dst));
-        kernels::accumulate(dtype, op, results, sources, count, divisor, weights);
-      },
-      py::arg("dtype"), py::arg("op"), py::arg("dsts"), py::arg("srcs"), py::arg("count"), py::arg("divisor") = 1.0,
-      py::arg("weights") = std::vector<float>{});
-  m.def("scale", [](DType dtype, std::uintptr_t dst, std::uintptr_t src, std::size_t count, double factor) {
-    kernels::scale(dtype, address(dst), address(src), count, factor);
-  });
-  m.def("stream", [](std::uintptr_t dst, std::uintptr_t src, std::size_t bytes) {
-    kernels::stream(address(dst), address(src), bytes);
-  });
-  m.def("packed_bytes", [](const std::string& wire_dtype, std::size_t count) {
-    return packed_bytes(packing_named(wire_dtype), count);
-  });
-  m.def(
-      "pack",
-      [](const std::string& wire_dtype, std::uintptr_t packed, std::uintptr_t values, std::size_t count,
-         std::uintptr_t rest) {
-        pack(packing_named(wire_dtype), bytes_at(packed), bytes_at(values), count, bytes_at(rest));
-      },
-      py::arg("wire_dtype"), py::arg("packed"), py::arg("values"), py::arg("count"), py::arg("rest") = 0,
-      py::call_guard<py::gil_scoped_release>());
-  m.def(
-      "unpack",
-      [](const std::string& wire_dtype, std::uintptr_t values, std::uintptr_t packed, std::size_t count) {
-        unpack(packing_named(wire_dtype), bytes_at(values), bytes_at(packed), count);
-      },
-      py::arg("wire_dtype"), py::arg("values"), py::arg("packed"), py::arg("count"),
-      py::call_guard<py::gil_scoped_release>());
-  m.def(
-      "round",
-      [](const std::string& wire_dtype, std::uintptr_t values, std::size_t count, std::uintptr_t rest) {
-        round(packing_named(wire_dtype), bytes_at(values), count, bytes_at(rest));
-      },
-      py::arg("wire_dtype"), py::arg("values"), py::arg("count"), py::arg("rest") = 0,
-      py::call_guard<py::gil_scoped_release>());
-  m.def("instruction_set", [] { return std::string(kernels::instruction_set()); });
-  m.def("select_instruction_set", [](const std::string& wanted) { return kernels::select_instruction_set(wanted); });
-
-  m.def("split", [](std::size_t begin, std::size_t end, std::size_t parts, std::size_t index, std::size_t unit) {
-    const Range r = split({begin, end}, parts, index, unit);
-    return std::pair(r.begin, r.end);
-  });
-  m.def("stripe", [](std::size_t count, std::uint32_t begin, std::uint32_t end, std::uint32_t total, std::size_t unit) {
-    const Range r = stripe(count, {begin, end, total}, unit);
-    return std::pair(r.begin, r.end);
-  });
-}
-
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -541,6 +474,7 @@ PYBIND11_MODULE(_C, m) {
   bind_transport(m);
   bind_gpus(m);
   bind_direct_calls(m);
+  bind_direct_function(m);
   bind_arguments(m);
   bind_arena(m);
   bind_shared_word(m);
@@ -549,6 +483,7 @@ PYBIND11_MODULE(_C, m) {
   bind_observe(m);
   bind_roster(m);
   bind_operators(m);
+  bind_feedback(m);
   bind_group(m);
   bind_reports(m);
   bind_kernels(m);

@@ -1,6 +1,6 @@
 // These are vectorcall functions rather than pybind11's, and they remember the group that was used last: otherwise the
 // dispatch, and asking a torch group for its backend, would take longer than a small call between two ranks.
-#include "process_group/direct_calls.h"
+#include "process_group/bindings.h"
 
 #include <ATen/FunctionalTensorWrapper.h>
 #include <torch/csrc/Exceptions.h>
@@ -106,8 +106,8 @@ PyObject* call(ProcessGroupRing& backend, const Collective& collective, const at
   const bool tells_autograd = collective.operation != Operation::broadcast || collective.root != backend.getRank();
   bool made = false;
   {
-    const WithoutGil no_gil;
-    made = backend.call_now(collective, output, input, tells_autograd);
+    HeldGil gil;
+    made = backend.call_now(collective, output, input, tells_autograd, &gil);
   }
   return PyBool_FromLong(made);
 }

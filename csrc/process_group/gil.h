@@ -3,22 +3,35 @@
 
 #include <Python.h>
 
+#include "core/waiting.h"
+
 namespace ringreduce {
 
-// Lets go of the GIL, if this thread has it.
-class WithoutGil {
+// If this thread has the GIL, it keeps it until release(), and has it again when this object goes.
+class HeldGil final : public HeldLock {
  public:
-  WithoutGil() {
-    if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) saved_ = PyEval_SaveThread();
-  }
-  ~WithoutGil() {
+  HeldGil() = default;
+  ~HeldGil() {
     if (saved_ != nullptr) PyEval_RestoreThread(saved_);
   }
-  WithoutGil(const WithoutGil&) = delete;
-  WithoutGil& operator=(const WithoutGil&) = delete;
+  HeldGil(const HeldGil&) = delete;
+  HeldGil& operator=(const HeldGil&) = delete;
+
+  void release() override {
+    if (saved_ == nullptr && Py_IsInitialized() != 0 && PyGILState_Check() != 0) saved_ = PyEval_SaveThread();
+  }
 
  private:
   PyThreadState* saved_ = nullptr;
+};
+
+// Releases the GIL, if this thread has it, until this object goes.
+class WithoutGil {
+ public:
+  WithoutGil() { gil_.release(); }
+
+ private:
+  HeldGil gil_;
 };
 
 }  // namespace ringreduce

@@ -1,6 +1,6 @@
 // The bindings in ringreduce._C with which ringreduce.gpu brings a group's GPUs together. Their stubs are in
 // ringreduce/_C.pyi.
-#include "process_group/gpu_bindings.h"
+#include "process_group/bindings.h"
 
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
@@ -183,6 +183,9 @@ void bind_devices(py::module_& m) {
              return std::make_shared<cuda::Kernels>(device, std::move(images));
            }),
            py::arg("device"), py::arg("images"));
+}
+
+void bind_memory(py::module_& m) {
   m.def("gpu_accumulate", &accumulate, py::call_guard<py::gil_scoped_release>(), py::arg("device"), py::arg("kernels"),
         py::arg("dtype"), py::arg("op"), py::arg("dst"), py::arg("srcs"), py::arg("count"), py::arg("stream"),
         py::arg("blocks") = 0);
@@ -250,6 +253,7 @@ void bind_peers(py::module_& m) {
 
 void bind_gpus(py::module_& m) {
   bind_devices(m);
+  bind_memory(m);
   bind_peers(m);
   bind_engines(m);
   bind_nccl(m);

@@ -1,6 +1,6 @@
 // Operators as Python makes them: of the library's own kernels, of a function of the user's in machine code, or of one
 // in Python, which runs with the GIL while its group moves data. Their stubs are in ringreduce/_C.pyi.
-#include "process_group/operator_bindings.h"
+#include "process_group/bindings.h"
 
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
@@ -103,17 +103,17 @@ void* place_of(std::uintptr_t address) {
   return reinterpret_cast<void*>(address);  // NOLINT(performance-no-int-to-ptr)
 }
 
-}  // namespace
+using Operators = py::class_<Operator>;
 
-void bind_operators(py::module_& m) {
-  py::class_<Operator> operators(m, "Operator");
-  // All are made with what ranks compare, by keyword.
-  const auto def = [&operators](const char* name, auto make, auto... own) {
-    operators.def_static(name, make, py::kw_only(), own..., py::arg("element_bytes"), py::arg("digest"),
-                         py::arg("name"));
-  };
+// All are made with what ranks compare, by keyword.
+template <class Make, class... Own>
+void def(Operators& operators, const char* name, Make make, Own... own) {
+  operators.def_static(name, make, py::kw_only(), own..., py::arg("element_bytes"), py::arg("digest"), py::arg("name"));
+}
+
+void bind_functions(Operators& operators) {
   def(
-      "at_address",
+      operators, "at_address",
       [](std::uintptr_t function, std::string failure, std::size_t element_bytes, std::uint64_t digest,
          std::string name) {
         return checked(
@@ -125,7 +125,7 @@ void bind_operators(py::module_& m) {
       },
       py::arg("function"), py::arg("failure"));
   def(
-      "in_python",
+      operators, "in_python",
       [](py::function function, py::list errors, at::ScalarType dtype, std::vector<std::int64_t> row_shape,
          std::size_t most_tile_bytes, std::size_t element_bytes, std::uint64_t digest, std::string name) {
         // Python destroys the operator, and with it the function: so the GIL is held.
@@ -140,8 +140,11 @@ void bind_operators(py::module_& m) {
                         .most_tile_bytes = most_tile_bytes});
       },
       py::arg("function"), py::arg("errors"), py::arg("dtype"), py::arg("row_shape"), py::arg("most_tile_bytes"));
+}
+
+void bind_built_in(Operators& operators) {
   def(
-      "reduction",
+      operators, "reduction",
       [](DType dtype, ReduceOp op, std::size_t element_bytes, std::uint64_t digest, std::string name) {
         if (!kernels::supports(dtype, op)) throw Error(ErrorKind::invalid_argument, "there is no such reduction");
         const std::size_t numbers = element_bytes / size_of(dtype);
@@ -153,7 +156,7 @@ void bind_operators(py::module_& m) {
       },
       py::arg("dtype"), py::arg("op"));
   def(
-      "first_of",
+      operators, "first_of",
       [](const FieldTuple& key, const std::optional<FieldTuple>& index, bool highest, std::size_t element_bytes,
          std::uint64_t digest, std::string name) {
         return built_in(element_bytes, digest, std::move(name),
@@ -164,7 +167,7 @@ void bind_operators(py::module_& m) {
       },
       py::arg("key"), py::arg("index"), py::arg("highest"));
   def(
-      "first_k_of",
+      operators, "first_k_of",
       [](const FieldTuple& key, const FieldTuple& index, bool highest, std::size_t k, std::size_t element_bytes,
          std::uint64_t digest, std::string name) {
         return built_in(element_bytes, digest, std::move(name),
@@ -175,7 +178,7 @@ void bind_operators(py::module_& m) {
       },
       py::arg("key"), py::arg("index"), py::arg("highest"), py::arg("k"));
   def(
-      "moments",
+      operators, "moments",
       [](DType dtype, std::size_t element_bytes, std::uint64_t digest, std::string name) {
         return built_in(element_bytes, digest, std::move(name),
                         [dtype](const void* a, const void* b, void* out, std::size_t count) {
@@ -183,6 +186,14 @@ void bind_operators(py::module_& m) {
                         });
       },
       py::arg("dtype"));
+}
+
+}  // namespace
+
+void bind_operators(py::module_& m) {
+  Operators operators(m, "Operator");
+  bind_functions(operators);
+  bind_built_in(operators);
   operators.def(
       "combine",
       [](const Operator& op, std::uintptr_t a, std::uintptr_t b, std::uintptr_t out, std::size_t count) {

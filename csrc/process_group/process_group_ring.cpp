@@ -93,6 +93,23 @@ void ProcessGroupRing::abort() {
   running_->engine->abort(c10::str(running_->engine->number(getRank()), " aborted the group"));
 }
 
+std::map<int, std::string> ProcessGroupRing::ended() const {
+  std::map<int, std::string> found;
+  for (const int rank : team_ ? team_->fate().ended() : std::vector<int>()) found[rank] = team_->fate().how_gone(rank);
+  return found;
+}
+
+void ProcessGroupRing::throw_own_failure() const {
+  if (team_ && team_->fate().failed_itself()) team_->fate().throw_if_aborted();
+}
+
+void ProcessGroupRing::set_least_slice_bytes(std::size_t bytes) { running_->engine->set_least_slice_bytes(bytes); }
+
+void ProcessGroupRing::fail(const std::string& why) {
+  shared_->throw_if_forked();
+  running_->engine->fail(Error(ErrorKind::system, why, getRank()));
+}
+
 void ProcessGroupRing::notice() {
   shared_->throw_if_forked();
   if (!team_) return;
@@ -358,46 +375,52 @@ WorkPtr ProcessGroupRing::post(TensorList& tensors, OpType type, int peer, int t
     const at::Tensor buffer = !staged ? tensor
                               : sends ? plain(tensor, at::kCPU)
                                       : at::empty(tensor.sizes(), tensor.options().device(at::kCPU));
-    if (running_->wire) {
-      TensorList passed{buffer};
-      auto work = c10::make_intrusive<PassedMessage>(
-          getRank(), type, running_->wire->pass_on(passed, type, peer, tag), timeout_.load(), tensor, buffer,
-          [wire = running_->wire, sends, peer](const std::string& reason, bool late) {
-            return wire->failure(sends, peer, reason, late);
-          });
-      coalesce(work);
-      return work;
-    }
-
-    auto message = std::make_shared<Message>();
-    message->sends = sends;
-    message->peer = peer;
-    message->tag = static_cast<std::uint64_t>(tag);
-    message->dtype = dtype;
-    message->data = static_cast<std::byte*>(buffer.mutable_data_ptr());
-    message->bytes = buffer.nbytes();
-    message->timeout = nanoseconds(timeout_.load());
-    const CallLog::Call call{.type = type, .sequence = ++messages_, .peer = peer, .timeout = timeout_};
-    auto work = c10::make_intrusive<MessageWork>(shared_, getRank(), call, tensors, message);
-    work->start();
-    message->on_done = [work, tensor, buffer, copy_back = staged && !sends](std::exception_ptr error) {
-      try {
-        if (copy_back && !error) copy_elements(tensor, buffer);
-      } catch (...) {
-        error = std::current_exception();
-      }
-      work->end(error);
-    };
-    try {
-      shared_->mailbox->post(message);
-    } catch (...) {
-      message->on_done = nullptr;  // which holds the work, which holds the message
-      work->end(std::current_exception());
-      throw;
-    }
+    const WorkPtr work = running_->wire ? pass_on(type, peer, tag, tensor, buffer)
+                                        : put_in_mailbox(type, peer, tag, tensor, buffer, dtype);
     coalesce(work);
     return work;
   });
+}
+
+WorkPtr ProcessGroupRing::pass_on(OpType type, int peer, int tag, const at::Tensor& tensor, const at::Tensor& buffer) {
+  TensorList passed{buffer};
+  return c10::make_intrusive<PassedMessage>(
+      getRank(), type, running_->wire->pass_on(passed, type, peer, tag), timeout_.load(), tensor, buffer,
+      [wire = running_->wire, sends = type == OpType::SEND, peer](const std::string& reason, bool late) {
+        return wire->failure(sends, peer, reason, late);
+      });
+}
+
+WorkPtr ProcessGroupRing::put_in_mailbox(OpType type, int peer, int tag, const at::Tensor& tensor,
+                                         const at::Tensor& buffer, DType dtype) {
+  auto message = std::make_shared<Message>();
+  message->sends = type == OpType::SEND;
+  message->peer = peer;
+  message->tag = static_cast<std::uint64_t>(tag);
+  message->dtype = dtype;
+  message->data = static_cast<std::byte*>(buffer.mutable_data_ptr());
+  message->bytes = buffer.nbytes();
+  message->timeout = nanoseconds(timeout_.load());
+  const CallLog::Call call{.type = type, .sequence = ++messages_, .peer = peer, .timeout = timeout_};
+  auto work = c10::make_intrusive<MessageWork>(shared_, getRank(), call, TensorList{tensor}, message);
+  work->start();
+  message->on_done = [work, tensor, buffer,
+                      copy_back = !message->sends && !buffer.is_same(tensor)](std::exception_ptr error) {
+    try {
+      if (copy_back && !error) copy_elements(tensor, buffer);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    work->end(error);
+  };
+  try {
+    shared_->mailbox->post(message);
+  } catch (...) {
+    message->on_done = nullptr;  // which holds the work, which holds the message
+    work->end(std::current_exception());
+    throw;
+  }
+  return work;
 }
 
 WorkPtr ProcessGroupRing::send(TensorList& tensors, int destination, int tag) {

@@ -81,9 +81,15 @@ class ProcessGroupRing : public c10d::Backend {
   const std::string& topology() const { return settings_.topology; }
   std::uint64_t number() const { return settings_.number; }
   const std::string& job_id() const { return settings_.job; }
-  // The ranks that have ended or are out of reach. Empty where ranks share no memory: there deaths show only
-  // as errors of calls.
-  std::vector<int> ended() const { return team_ ? team_->fate().ended() : std::vector<int>(); }
+  // The ranks that have ended or are out of reach, with which of these it is: see Fate::how_gone(). Empty where ranks
+  // share no memory: there deaths show only as errors of calls.
+  std::map<int, std::string> ended() const;
+  // Throws the group's error if the system has refused this rank something: the others may take it for ended.
+  void throw_own_failure() const;
+  // See Engine::set_least_slice_bytes().
+  void set_least_slice_bytes(std::size_t bytes);
+  // Makes `why` the group's error: the system has refused this rank something for a call in which the others wait.
+  void fail(const std::string& why);
   // Makes the death of a rank the group's error now, and not when somebody who waits looks for it.
   void notice();
   // When the group breaks, its survivors will make another one by themselves, and at once. To write the flight record
@@ -186,9 +192,10 @@ class ProcessGroupRing : public c10d::Backend {
   void show_as_gloo() { shared_->as_gloo = true; }
 
   // Makes a synchronous call on plain tensors, without c10d's lists and Work. False, with nothing done, if the call
-  // takes more than that, or the arguments are wrong. `tells_autograd`: that the output is written.
+  // takes more than that, or the arguments are wrong. `tells_autograd`: that the output is written. `held`: what this
+  // thread releases before anything that may take long.
   bool call_now(const Collective& collective, const at::Tensor& output, const at::Tensor& input,
-                bool tells_autograd = false);
+                bool tells_autograd = false, HeldLock* held = nullptr);
   // The rank in the group of a rank of the world; -1 if that is not in it.
   int group_rank(int global_rank) const {
     const auto& ranks = settings_.global_ranks;
@@ -221,6 +228,7 @@ class ProcessGroupRing : public c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> regroup(const std::vector<int>& ranks, const char* why,
                                             const c10::intrusive_ptr<Options>& opts);
   Packing packing_of(const Call& call) const;
+  Call described(const Collective& collective, const at::Tensor& input, std::size_t count) const;
   Job job(Collective collective, const TensorList& inputs, const TensorList& outputs);
   void join_gpus(int index, std::uint64_t communicator);
   GpuCalls* gpu_calls(at::Device device);
@@ -233,9 +241,14 @@ class ProcessGroupRing : public c10d::Backend {
   WorkPtr call(const Collective& collective, const at::Tensor& output, const at::Tensor& input);
   WorkPtr submit_to_gpu(const Collective& collective, const TensorList& inputs, TensorList outputs,
                         std::vector<Job> jobs);
-  template <class Run>
+  // Calls `run`, which takes the call's number, in its turn.
+  using Run = std::function<Tally(std::uint64_t)>;
   WorkPtr take_turn(const Collective& collective, const TensorList& inputs, TensorList outputs, Run run);
+  // A message, whose values are, or will be, in `buffer`: over the other backend, or by the mailbox.
   WorkPtr post(TensorList& tensors, c10d::OpType type, int peer, int tag);
+  WorkPtr pass_on(c10d::OpType type, int peer, int tag, const at::Tensor& tensor, const at::Tensor& buffer);
+  WorkPtr put_in_mailbox(c10d::OpType type, int peer, int tag, const at::Tensor& tensor, const at::Tensor& buffer,
+                         DType dtype);
   void coalesce(WorkPtr work);
   Tally sum_fused(const Fusion& fusion, std::vector<Job>& jobs, std::uint64_t number);
   Tally sum_sparse(const at::Tensor& tensor, const Collective& collective, std::uint64_t number);

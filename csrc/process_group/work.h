@@ -51,6 +51,7 @@ struct WorkSurroundings {
       engine->throw_if_aborted();
     } catch (const Error& error) {
       if (error.kind() != ErrorKind::aborted && !dumped.exchange(true)) log->write_dump(dump_after);
+    } catch (const std::bad_alloc&) {  // the next work that fails writes it
     }
   }
 
@@ -142,7 +143,7 @@ class CallWork : public c10d::Work {
                     c10::str("Operation timed out! ", name_of(opType_), " number ", sequence_, " of the group: rank ",
                              rank_, " of it waited the ", timeout.count(), " ms that wait() was given"));
       lock.unlock();
-      if (ctrl_c_came(kLookForCtrlC))  // the work ends with the group's error
+      if (ctrl_c_came())  // the work ends with the group's error
         if (const auto group = pending()) group->interrupt(c10::str(name_of(opType_), " number ", sequence_));
       lock.lock();
     }

@@ -20,6 +20,12 @@ void check(bool ok, const std::string& what) {
   std::_Exit(1);
 }
 
+FileDescriptor duplicate(int descriptor) {
+  FileDescriptor another(dup(descriptor));
+  check(another.get() >= 0, "duplicating a descriptor");
+  return another;
+}
+
 Rank::Rank(std::shared_ptr<Team> its_team, std::shared_ptr<Arena> its_arena)
     : team(std::move(its_team)),
       // Ranks need not lend in the same calls: every third one never does.

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "core/file_descriptor.h"
 #include "engine/mailbox.h"
 #include "engine/queue.h"
 #include "engine/slot_engine.h"
@@ -17,6 +18,9 @@ namespace ringreduce::stress {
 
 // Ends the program, as failed, unless `ok`. Threads may be waiting for one another, so nothing is cleaned up.
 void check(bool ok, const std::string& what);
+
+// Another descriptor of the same file.
+FileDescriptor duplicate(int descriptor);
 
 using Random = std::mt19937_64;
 inline int random_int(Random& random, int least, int most) {

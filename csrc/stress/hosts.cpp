@@ -117,9 +117,10 @@ void mutated_headers() {
     std::memcpy(&header, bytes.data(), sizeof header);
     if (!objection(header, geometry).empty()) continue;
     ++accepted;
-    const std::size_t room = header.kind == FrameKind::slot      ? geometry.slot_bytes
-                             : header.kind == FrameKind::message ? geometry.mailbox_slot_bytes
-                                                                 : largest_payload(geometry);
+    const std::size_t room = header.kind == FrameKind::slot ? geometry.slot_bytes
+                             : header.kind == FrameKind::message
+                                 ? geometry.mailbox_slot_bytes
+                                 : std::max(sizeof(ControlImage), sizeof(ErrorImage) + kErrorText);
     const bool slot_fits = header.kind != FrameKind::slot || header.total <= room;
     check(header.kind >= 1 && header.kind <= 7 && header.channel < geometry.channels && header.bytes <= room &&
               slot_fits && header.seq + 1 + geometry.depth > header.seq,

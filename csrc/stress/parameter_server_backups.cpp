@@ -136,8 +136,10 @@ struct Pair {
   }
 
   void tie_far() {
-    const auto backup_decides = [this, its = backup.get()] { decider = std::thread([its] { its->decided(true); }); };
-    const auto server_decides = [this, its = server.get()] {
+    const auto backup_decides = [this, its = backup.get()](auto&) {
+      decider = std::thread([its] { its->decided(true); });
+    };
+    const auto server_decides = [this, its = server.get()](auto&) {
       if (its->leaves()) loser = std::thread([its] { its->decided(false); });
     };
     backup->follow(std::make_unique<ps::FarPartner>(backup->bell_words(), backup_decides, ""));
@@ -227,7 +229,7 @@ void lies_in_the_log() {
   const FrameHeader right{.kind = kPushed, .bytes = kSome, .total = kSome};
   const FrameHeader longer{.kind = kPushed, .bytes = kSome, .seq = 4096, .total = 8192};
   const std::shared_ptr<ps::Server> backup = new_server();
-  backup->follow(std::make_unique<ps::FarPartner>(backup->bell_words(), [] {}, ""));
+  backup->follow(std::make_unique<ps::FarPartner>(backup->bell_words(), [](auto&) {}, ""));
   const auto [one, other] = connection();
   const FileDescriptor end(one);
   backup->connect_partner(other, "to a liar");

@@ -28,9 +28,7 @@ constexpr std::size_t kNone = std::numeric_limits<std::size_t>::max();
 // Smaller pieces give their pages back at once: few faults are saved, and many kept pieces take long to search.
 constexpr std::size_t kLeastKept = std::size_t{64} << 10;
 
-[[noreturn]] void throw_system(const std::string& what) {
-  throw Error(ErrorKind::system, what + ": " + std::strerror(errno));
-}
+[[noreturn]] void throw_system(const std::string& what) { throw Error(ErrorKind::system, what + ": " + last_error()); }
 
 // Large pieces may get huge pages.
 std::size_t alignment(std::size_t bytes) { return bytes >= kHugePage ? kHugePage : kPage; }

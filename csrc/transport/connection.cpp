@@ -106,12 +106,12 @@ void Connection::fail() const {
   throw Error(ErrorKind::peer_lost, why + " (" + path_ + ")");
 }
 
-// What to look for if frames that fit one packet passed, and the first that fills packets did not.
+// What to look for if all that passed was written in parts that fit a packet each, and then a larger part.
 std::string Connection::hint_of_mtu() const {
   int in_kernel = 0;
-  if (ioctl(socket(), SIOCOUTQ, &in_kernel) != 0 || in_kernel < kPacket || traffic_.frames_out == 0) return "";
+  if (!before_large_ || ioctl(socket(), SIOCOUTQ, &in_kernel) != 0) return "";
   const std::uint64_t passed = traffic_.bytes_out - static_cast<std::uint64_t>(in_kernel);
-  if (passed == 0 || passed >= kPacket * traffic_.frames_out) return "";
+  if (passed == 0 || passed > *before_large_) return "";
   return "; only small frames had passed: a switch or tunnel may have a smaller MTU than this host's interface";
 }
 
@@ -168,6 +168,7 @@ bool Connection::write_some() {
     fail();
   }
   sent_ += static_cast<std::size_t>(done);
+  if (done > kPacket && !before_large_) before_large_ = traffic_.bytes_out;
   traffic_.bytes_out += static_cast<std::size_t>(done);
   return sent_ == whole;
 }
@@ -195,11 +196,17 @@ void Connection::turn_away(const std::byte* begin, std::size_t bytes) {
   into_ = aside_.data() + (header_.bytes - missing_);
 }
 
+void Connection::say_ran_out() const {
+  const FrameHeader last{.kind = FrameHeader::kRanOut};
+  if (is_open() && (sending_.empty() || sent_ == 0)) ::send(socket(), &last, sizeof last, MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
 Connection::Received Connection::receive(int peer, FrameUser& user) {
   std::array<iovec, 2> parts;
   std::size_t count = 0;
   if (missing_ > 0) parts[count++] = {into_, missing_};
   parts[count++] = {staged_.data() + staged_end_, staged_.size() - staged_end_};
+  const std::size_t most = missing_ + parts[count - 1].iov_len;
   const ssize_t read = readv(socket(), parts.data(), static_cast<int>(count));
   if (read == 0) return Received::end;
   if (read < 0) {
@@ -217,7 +224,7 @@ Connection::Received Connection::receive(int peer, FrameUser& user) {
   } catch (const Error& error) {
     throw Error(error.kind(), std::string(error.what()) + " (" + path_ + ")");
   }
-  return Received::something;
+  return bytes < most ? Received::drained : Received::some;
 }
 
 // Takes what is staged apart into frames.
@@ -228,6 +235,8 @@ void Connection::digest(int peer, FrameUser& user) {
       if (staged_end_ - begin < sizeof header_) break;
       std::memcpy(&header_, staged_.data() + begin, sizeof header_);
       begin += sizeof header_;
+      if (header_.magic == FrameHeader::kMagic && header_.kind == FrameHeader::kRanOut)
+        throw Error(ErrorKind::peer_lost, "its process has no memory left for the connection", peer);
       into_ = user.place_for(peer, header_, aside_);
       missing_ = header_.bytes;
       receiving_ = true;

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <type_traits>
@@ -26,8 +27,8 @@ static_assert(std::endian::native == std::endian::little);  // as on all machine
 // The header before a payload. Connections look at `kind` and `bytes` only; the other numbers belong to the user.
 struct FrameHeader {
   static constexpr std::uint32_t kMagic = 0x31465252;  // "RRF1"
-  static constexpr std::uint32_t kLeave =
-      7;  // the sender takes no further part; nothing comes after it on a connection
+  // Nothing comes after these two on a connection: the sender takes no further part, or has no memory for it any more.
+  static constexpr std::uint32_t kLeave = 7, kRanOut = 8;
 
   std::uint32_t magic = kMagic;
   std::uint32_t kind = kLeave;
@@ -89,7 +90,7 @@ class PrivateDescriptor {
 
 class Connection {
  public:
-  enum class Received { nothing, something, end };
+  enum class Received { nothing, some, drained, end };  // `drained`: some, and the socket had no more
 
   // Takes over the socket, and makes it one that does not block. `path` is how errors name it. Forked children close
   // their copies: a connection is only over for the peer when nobody holds it any more.
@@ -120,6 +121,9 @@ class Connection {
   // Reads once, and gives `user` the frames that are complete.
   Received receive(int peer, FrameUser& user);
   bool heard_leave() const { return heard_leave_; }
+  // Tells the peer, which need not be in the middle of a frame, that there is no memory for this connection any more.
+  // Needs none.
+  void say_ran_out() const;
 
   const Traffic& traffic() const { return traffic_; }
 
@@ -133,8 +137,9 @@ class Connection {
   PrivateDescriptor socket_;
   const std::string path_;
   Traffic traffic_;
-  std::vector<Frame> sending_;  // frames it has taken
-  std::size_t sent_ = 0;        // bytes of them
+  std::vector<Frame> sending_;                 // frames it has taken
+  std::size_t sent_ = 0;                       // bytes of them
+  std::optional<std::uint64_t> before_large_;  // bytes sent before the first write of more than fits a packet
   bool said_leave_ = false, heard_leave_ = false;
 
   // The receiving side: a frame whose payload is under way, and bytes that have not been looked at.

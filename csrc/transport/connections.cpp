@@ -26,8 +26,6 @@ constexpr Nanoseconds kFarewell = kSecond;          // without a byte of what wa
 constexpr int kIdlePoll = 200;                      // ms; the thread calls attend() so often
 constexpr std::uint64_t kWaker = UINT64_MAX;        // what epoll calls it
 
-std::string last_error() { return std::strerror(errno); }
-
 // The number under which epoll knows a connection.
 std::uint64_t number_of(int peer, std::size_t connection) {
   return static_cast<std::uint64_t>(peer) << 32 | connection;
@@ -188,8 +186,7 @@ bool Connections::flush(int peer, Link& link) {
       break_link(peer, link, error.what());
       return true;
     } catch (const std::bad_alloc& error) {
-      user_.failed(error);
-      break_link(peer, link, "this process has no memory left for what it is sent");
+      run_out(peer, link, error);
       return true;
     }
     if (connection.is_full() != was_full) watch(peer, link, i, !was_full);
@@ -223,13 +220,16 @@ bool Connections::serve(int peer, Link& link, std::size_t number, std::uint32_t 
   Connection& connection = *link.connections[number];
   bool moved = false;
   if ((events & ~static_cast<std::uint32_t>(EPOLLOUT)) != 0)
-    for (int reads = 0; reads < kReads && connection.is_open() && receive(peer, link, connection); ++reads)
-      moved = true;
+    for (int reads = 0; reads < kReads && connection.is_open(); ++reads) {
+      const Connection::Received received = receive(peer, link, connection);
+      moved |= received == Connection::Received::some || received == Connection::Received::drained;
+      if (received != Connection::Received::some) break;
+    }
   if ((events & EPOLLOUT) != 0 && connection.is_open()) moved |= flush(peer, link);
   return moved;
 }
 
-bool Connections::receive(int peer, Link& link, Connection& connection) {
+Connection::Received Connections::receive(int peer, Link& link, Connection& connection) {
   try {
     const Connection::Received received = connection.receive(peer, user_);
     if (received == Connection::Received::end) {
@@ -244,14 +244,13 @@ bool Connections::receive(int peer, Link& link, Connection& connection) {
     } else if (connection.heard_leave()) {
       believe_leave(peer, link);
     }
-    return received == Connection::Received::something;
+    return received;
   } catch (const Error& error) {
     break_link(peer, link, error.what());
   } catch (const std::bad_alloc& error) {
-    user_.failed(error);
-    break_link(peer, link, "this process has no memory left for what it sent");
+    run_out(peer, link, error);
   }
-  return true;
+  return Connection::Received::drained;  // of what failed
 }
 
 // A peer has left when every connection has said so, for what it sent before may still be under way on one that has
@@ -289,6 +288,12 @@ void Connections::break_link(int peer, Link& link, const std::string& why) {
   if (std::exchange(link.broken, true)) return;
   discard(link);
   user_.lost(peer, why);
+}
+
+void Connections::run_out(int peer, Link& link, const std::bad_alloc& error) {
+  for (const auto& connection : link.connections) connection->say_ran_out();
+  user_.failed(error);
+  break_link(peer, link, "this process has no memory left for the connection");
 }
 
 void Connections::doze() const {
@@ -342,6 +347,8 @@ void Connections::wake() {
   taken_over_.ring();
 }
 
+// Sleeps on descriptors while it has something to do, and else on the doorbell, where looking and yielding would be of
+// no use: so it does not wait by Waiting.
 void Connections::drive() {
   const auto others_look = [&] {
     return pollers_.load(std::memory_order_seq_cst) > 0 ||

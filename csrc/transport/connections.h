@@ -128,10 +128,11 @@ class Connections {
   bool flush(int peer, Link& link);
   void watch(int peer, const Link& link, std::size_t number, bool out) const;
   bool serve(int peer, Link& link, std::size_t number, std::uint32_t events);
-  bool receive(int peer, Link& link, Connection& connection);
+  Connection::Received receive(int peer, Link& link, Connection& connection);
   void believe_leave(int peer, Link& link);
   void discard(Link& link);
   void break_link(int peer, Link& link, const std::string& why);
+  void run_out(int peer, Link& link, const std::bad_alloc& error);
   void drive();
   void say_goodbye();
 

@@ -3,6 +3,8 @@
 #include <poll.h>
 #include <sched.h>
 
+#include <algorithm>
+#include <array>
 #include <cstring>
 #include <fstream>
 #include <iterator>
@@ -22,6 +24,7 @@ void Fate::watch(int rank, Watched watched) {
 }
 
 void Fate::lost(int rank, const std::string& why) {
+  if (failed_itself()) return;  // and has cut its links, which says nothing of the peer
   std::lock_guard lock(mutex_);
   Entry& entry = entries_[static_cast<std::size_t>(rank)];
   entry.lost = true;
@@ -43,16 +46,20 @@ std::string Fate::describe(int rank) const {
 
 std::vector<int> Fate::find_gone(bool left, bool ending) const {
   std::lock_guard lock(mutex_);
-  std::vector<pollfd> polled;
-  for (const Entry& entry : entries_)
-    polled.push_back({.fd = entry.pidfd.get(), .events = POLLIN, .revents = 0});  // poll ignores negative ones
-  poll(polled.data(), polled.size(), 0);
   std::vector<int> result;
+  std::array<pollfd, 64> polled;  // at a time, so that nobody needs memory to look
   for (std::size_t r = 0; r < entries_.size(); ++r) {
+    const std::size_t at = r % polled.size();
+    if (at == 0) {
+      const std::size_t count = std::min(polled.size(), entries_.size() - r);
+      for (std::size_t i = 0; i < count; ++i)  // poll ignores negative ones
+        polled[i] = {.fd = entries_[r + i].pidfd.get(), .events = POLLIN, .revents = 0};
+      poll(polled.data(), count, 0);
+    }
     const Entry& entry = entries_[r];
     if (static_cast<int>(r) == rank_) continue;
     const RankControl& control = entry.region.control();
-    if (polled[r].revents != 0 || entry.lost || (left && control.has_left()) || (ending && control.life.ends()))
+    if (polled[at].revents != 0 || entry.lost || (left && control.has_left()) || (ending && control.life.ends()))
       result.push_back(static_cast<int>(r));
   }
   return result;

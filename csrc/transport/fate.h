@@ -65,7 +65,7 @@ class Fate {
     bool elsewhere = false;                   // its end is told by lost()
   };
   void watch(int rank, Watched watched);
-  // A peer on another host is out of reach.
+  // A peer on another host is out of reach. No effect once this rank has failed_itself().
   void lost(int rank, const std::string& why);
 
   // "rank 3 (rank 1 of the group)": see RankName.
@@ -104,6 +104,8 @@ class Fate {
   AbortRecord& record() { return record_; }
   // The rank that reported the fatal error; -1 if there is none.
   int reporter() const { return error() != nullptr ? record_.reporter : -1; }
+  // Whether the fatal error is that the system has refused this rank something.
+  bool failed_itself() const { return reporter() == rank_ && record_.kind == static_cast<int>(ErrorKind::system); }
   // Throws the fatal error, if there is one.
   void throw_if_aborted() const;
   // The same for a rank that waits. First it makes the death of any rank the team's error, so that no wait lasts in a

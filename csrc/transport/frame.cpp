@@ -1,7 +1,5 @@
 #include "transport/frame.h"
 
-#include <algorithm>
-
 namespace ringreduce {
 namespace {
 
@@ -26,11 +24,6 @@ std::string objection_to_slot(const FrameHeader& header, const Geometry& geometr
 }
 
 }  // namespace
-
-std::size_t largest_payload(const Geometry& geometry) {
-  return std::max<std::size_t>(
-      {geometry.slot_bytes, geometry.mailbox_slot_bytes, sizeof(ControlImage), sizeof(ErrorImage) + kErrorText});
-}
 
 std::string objection(const FrameHeader& header, const Geometry& geometry) {
   if (header.magic != FrameHeader::kMagic) return "it does not begin like a frame";

@@ -46,9 +46,6 @@ struct ErrorImage {
 
 inline constexpr std::size_t kErrorText = 2047;  // at most
 
-// The largest payload of any frame.
-std::size_t largest_payload(const Geometry& geometry);
-
 // Says in words why a header is invalid for a group of this geometry; empty if it is valid.
 std::string objection(const FrameHeader& header, const Geometry& geometry);
 

@@ -31,8 +31,7 @@ void Links::admit(int peer, Region mirror) {
 }
 
 void Links::reach(std::span<const int> peers, Nanoseconds timeout) {
-  const Nanoseconds began = now();
-  Nanoseconds deadline = began + timeout;
+  Nanoseconds deadline = now() + timeout;
   Standstill standstill;
   for (const int peer : peers) {
     // Both ends may need it now: the higher rank leaves it to the lower for a moment.
@@ -42,7 +41,7 @@ void Links::reach(std::span<const int> peers, Nanoseconds timeout) {
   for (const int peer : peers)
     while (!connections_.wait_for(peer, kLook)) {
       const Nanoseconds t = now();
-      if (ctrl_c_came(t - began)) fate_.interrupt("reaching " + fate_.describe(peer));
+      if (ctrl_c_came()) fate_.interrupt("reaching " + fate_.describe(peer));
       fate_.throw_if_aborted();
       deadline += standstill.before(t);
       if (t >= deadline)

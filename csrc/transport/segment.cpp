@@ -3,7 +3,6 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <cerrno>
 #include <cstddef>
 #include <cstring>
 #include <mutex>
@@ -11,6 +10,7 @@
 #include <string>
 #include <utility>
 
+#include "core/descriptors.h"
 #include "core/fork.h"
 #include "core/utf8.h"
 
@@ -33,7 +33,7 @@ Segment::Segment(const FileDescriptor& memfd, const Geometry& geometry)
   if (mapped == MAP_FAILED)
     throw Error(ErrorKind::system,
                 "cannot map " + std::to_string(bytes) +
-                    " bytes of shared memory (channel_bytes in RINGREDUCE_ENGINE lowers it): " + std::strerror(errno));
+                    " bytes of shared memory (channel_bytes in RINGREDUCE_ENGINE lowers it): " + last_error());
   base_.reset(static_cast<std::byte*>(mapped));
   auto& all = process_wide<Mapped>();
   std::lock_guard lock(all.mutex);

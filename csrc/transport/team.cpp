@@ -8,6 +8,8 @@
 #include <cstring>
 #include <utility>
 
+#include "core/descriptors.h"
+
 namespace ringreduce {
 namespace {
 
@@ -16,7 +18,7 @@ std::shared_ptr<std::byte> private_memory(std::size_t bytes) {
   void* const mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (mapped == MAP_FAILED)
     throw Error(ErrorKind::system, "cannot get " + std::to_string(bytes) +
-                                       " bytes of address space for a rank on another host: " + std::strerror(errno));
+                                       " bytes of address space for a rank on another host: " + last_error());
   return {static_cast<std::byte*>(mapped), [bytes](std::byte* memory) { munmap(memory, bytes); }};
 }
 

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import ringreduce
 from ringreduce.cli.terminal import OUTPUT, Help, complain, flushed, open_streams, printable
 from ringreduce.common.failures import PlanError, RingReduceError
+from ringreduce.common.system import NO_THREAD, WANTS, explained
 
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
@@ -124,8 +125,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         code = NOBODY_READS
     except OSError as error:
-        where = f"{error.filename}: " if error.filename is not None else ""
-        code = _failed(f"{where}{error.strerror or error}")
+        if error.filename is None and error.errno in WANTS:
+            code = _failed(explained(error))
+        else:
+            where = f"{error.filename}: " if error.filename is not None else ""
+            code = _failed(f"{where}{error.strerror or error}")
     except (RingReduceError, PlanError) as error:
         code = _failed(str(error))
     except MemoryError:
@@ -134,6 +138,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.name not in LIBRARIES:
             raise
         code = _failed(f"this command needs {error.name}; pip install {error.name}")
+    except RuntimeError as error:
+        if "start new thread" not in str(error):
+            raise
+        code = _failed(f"{error}; {NO_THREAD}")
     except KeyboardInterrupt:
         complain("interrupted")
         code = INTERRUPTED

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ringreduce.cli.terminal import complain
-from ringreduce.common.system import fork
+from ringreduce.common.system import fork, starting
 
 LIFE = "RINGREDUCE_LIFE"
 """The environment variable that tells a rank how often it was started before."""
@@ -92,10 +92,12 @@ def _witness() -> Iterator[socket.socket]:
     ours, its = socket.socketpair()
     pid = fork()
     if not pid:
-        ours.close()
-        while asked := its.recv(1):
-            its.send(bytes([signal.sigtimedwait(asked, 0) is not None]))
-        os._exit(0)
+        try:
+            ours.close()
+            while asked := its.recv(1):
+                its.send(bytes([signal.sigtimedwait(asked, 0) is not None]))
+        finally:
+            os._exit(0)
     its.close()
     try:
         yield ours
@@ -125,4 +127,5 @@ def _start(program: list[str], life: int) -> subprocess.Popen[bytes]:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # not Python's handler, which the command would not have
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (*FORWARDED, signal.SIGCHLD))
 
-    return subprocess.Popen(program, env={**os.environ, LIFE: str(life)}, preexec_fn=with_keeper)  # noqa: PLW1509 (the keeper has one thread)
+    environment = {**os.environ, LIFE: str(life)}
+    return starting(lambda: subprocess.Popen(program, env=environment, preexec_fn=with_keeper))  # noqa: PLW1509 (the keeper has one thread)

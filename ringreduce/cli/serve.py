@@ -23,6 +23,7 @@ from ringreduce.common import compiled
 from ringreduce.common.bounded import bounded
 from ringreduce.common.failures import CollectiveTimeout, InvalidArgument, RingReduceError, SystemFailure
 from ringreduce.common.launcher import check_alone
+from ringreduce.common.system import explained, start
 from ringreduce.common.units import address, bytes_text
 
 if TYPE_CHECKING:
@@ -155,24 +156,30 @@ def _store(host: str, port: int, arguments: argparse.Namespace, makes: bool) -> 
     from torch._C._distributed_c10d import TCPStore
 
     until = time.monotonic() + arguments.timeout
-    options: dict[str, Any] = {"is_master": makes, "wait_for_workers": False}
+    timeout = timedelta(seconds=arguments.timeout)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+    def made() -> TCPStore:
+        options: dict[str, Any] = {"is_master": makes, "wait_for_workers": False}
+        if makes and _is_loopback(host):
+            options["master_listen_fd"] = socket.create_server((host, port), family=family).detach()
+        return TCPStore(host, port, timeout=timeout, **options)
+
     try:
         if not makes:
             _wait_for_store(host, port, until, arguments)
-        elif _is_loopback(host):
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            options["master_listen_fd"] = socket.create_server((host, port), family=family).detach()
         else:
             socket.getaddrinfo(host, port)  # torch would try for the whole timeout
     except OSError as error:
         what = "cannot be made" if makes else f"was not found in {arguments.timeout:g} s; does server 0 run there?"
-        raise SystemFailure(f"the store of --store {arguments.store} {what} ({error})") from None
-    timeout = timedelta(seconds=arguments.timeout)
+        raise SystemFailure(f"the store of --store {arguments.store} {what} ({explained(error)})") from None
     # Torch's code cannot be interrupted, and has no timeout for what does not answer.
     try:
-        return bounded(lambda: TCPStore(host, port, timeout=timeout, **options), max(_LOOK, until - time.monotonic()))
+        return bounded(made, max(_LOOK, until - time.monotonic()))
     except TimeoutError:
         why = f"no answer in {arguments.timeout:g} s" + "; that address must lead to this host" * makes
+    except OSError as error:
+        why = explained(error)
     except RuntimeError as error:
         why = str(error).splitlines()[0]
     what = "cannot be made" if makes else "does not speak as a torch.distributed.TCPStore does"
@@ -202,7 +209,7 @@ def _told(what: str, arguments: argparse.Namespace) -> Iterator[None]:
     words = f"waits {what} of the parameter server {arguments.name!r}, up to {arguments.timeout:g} s in all"
     timer = threading.Timer(_QUIET, _say, [words])
     timer.daemon = True
-    timer.start()
+    start(timer)
     try:
         yield
     finally:
@@ -258,6 +265,7 @@ def _write_last(serving: Serving, arguments: argparse.Namespace, last: int, path
     begun = written = time.monotonic()
     failure: RingReduceError | None = None
     while not path.exists():
+        serving.wait(0)  # raises if the server here has failed, which can write no more
         try:
             done, failure = serving.take_snapshots(arguments.snapshots, last=last) >= last, None
         except RingReduceError as error:  # there may be room later
@@ -266,6 +274,7 @@ def _write_last(serving: Serving, arguments: argparse.Namespace, last: int, path
             done, failure = False, error
         now = time.monotonic()
         if failure is not None and now - begun > arguments.timeout:
+            shutil.rmtree(serving.unfinished(arguments.snapshots, last), ignore_errors=True)  # it lacks a part for good
             raise failure
         if not done:
             written = now

@@ -8,16 +8,22 @@ import contextlib
 import errno
 import json
 import os
+import secrets
 import stat
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ringreduce.common.descriptors import above_streams, open_above_streams
+from ringreduce.common.system import WANTS, explained
 
 LARGEST = 16 << 20
 """Bytes that `content_of` reads unless its caller says otherwise."""
+
+_OF_A_PROCESS = ("/dev/fd/", "/dev/std", "/proc/")
+"""How names of descriptors begin."""
+_STAYS = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EROFS)
+"""What the system says where a file cannot be replaced, though it may be possible to write to it."""
 
 _BYTE_ORDER_MARKS = (
     (codecs.BOM_UTF8, "utf-8-sig"),
@@ -34,7 +40,8 @@ def naming(path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OSError(error.errno, error.strerror or str(error), str(path)) from None
+        why = explained(error) if error.errno in WANTS else error.strerror or str(error)
+        raise OSError(error.errno, why, str(path)) from None
     except ValueError as error:  # a name with a null character
         raise OSError(errno.EINVAL, str(error), str(path)) from None
 
@@ -62,10 +69,48 @@ def json_of(content: bytes) -> Any:
         raise ValueError("its brackets are nested too deeply") from None
 
 
-def write_file(path: str | Path, content: bytes) -> None:
-    """Writes a file that a user names. Raises OSError that names it."""
-    with naming(path), open(path, "wb", opener=open_above_streams) as file:
-        file.write(content)
+def write_file(path: str | Path, content: bytes, *, private: bool = False, replace: bool = True) -> None:
+    """Writes a file as a whole. If that fails, as on a full disk, an earlier one stays as it was, and nothing is left
+    of the new one. Raises OSError that names the file.
+
+    `private`: other users may neither read nor write it. Without `replace`, a file that is there already stays. Where
+    nothing can be put in the place of what is there, that is written to: a device, such as /dev/null, what a process
+    has open, such as /dev/stdout, a file that is mounted, or one in a folder that this user may not change.
+    """
+    with naming(path):
+        there = Path(path)
+        stays = there.exists() and (not there.is_file() or str(there).startswith(_OF_A_PROCESS))
+        if not stays:
+            try:
+                return _write_whole(Path(os.path.realpath(there)), content, private, replace)
+            except OSError as error:
+                if error.errno not in _STAYS or private or not replace or not there.is_file():
+                    raise
+        with open(there, "wb", opener=open_above_streams) as file:
+            file.write(content)
+
+
+def _write_whole(path: Path, content: bytes, private: bool, replace: bool) -> None:
+    temporary = path.with_name(f".{path.name[:64]}.{secrets.token_hex(4)}")
+
+    def opener(name: str, flags: int) -> int:
+        return above_streams(os.open(name, flags, 0o600 if private else 0o666))
+
+    try:
+        with open(temporary, "xb", opener=opener) as file:
+            if path.exists() and not private:
+                os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        if replace:
+            os.replace(temporary, path)
+        else:
+            with contextlib.suppress(FileExistsError):
+                os.link(temporary, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
 
 
 def text_of(path: Path) -> str:
@@ -102,29 +147,3 @@ def read_own(path: Path) -> bytes:
             raise OSError("it is not a regular file")
         require_own(status)
         return file.read()
-
-
-def replace_file(path: Path, content: bytes, replace: bool = True) -> None:
-    """Writes the file as a whole; without `replace`, one that is there already stays. What is no regular file, such as
-    /dev/null, is written to and stays what it is. Raises OSError that names the file."""
-    if path.exists() and not path.is_file():
-        return write_file(path, content)
-    with naming(path):
-        _replace(path, content, replace)
-
-
-def _replace(path: Path, content: bytes, replace: bool) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:64]}.")
-    try:
-        with os.fdopen(above_streams(handle), "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        if replace:
-            os.replace(temporary, path)
-        else:
-            with contextlib.suppress(FileExistsError):
-                os.link(temporary, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)

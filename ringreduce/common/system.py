@@ -7,9 +7,12 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from typing import TypeVar
 
 from ringreduce.common.descriptors import above_streams
 from ringreduce.common.failures import SystemFailure
+
+T = TypeVar("T")
 
 _MEMORY = "free memory, or start fewer processes on this host"
 WANTS = {
@@ -20,6 +23,7 @@ WANTS = {
     errno.ENOBUFS: _MEMORY,
 }
 """By errno: what to do when a call fails because this process, or its host, has run out of something."""
+NO_THREAD = "raise `ulimit -u`, `ulimit -v` or the cgroup's pids.max"
 _REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EAFNOSUPPORT)
 
 
@@ -54,10 +58,17 @@ def refused_calls() -> list[str]:
 
 def fork() -> int:
     """`os.fork`. Raises `SystemFailure` if no process can be started."""
+    return starting(os.fork)
+
+
+def starting(process: Callable[[], T]) -> T:
+    """What `process()` returns, which starts one. Raises `SystemFailure` if there can be no other one."""
     try:
-        return os.fork()
+        return process()
     except OSError as error:
-        fix = WANTS.get(error.errno or 0, "raise `ulimit -u` or the cgroup's pids.max")
+        fix = {errno.EAGAIN: "raise `ulimit -u` or the cgroup's pids.max", **WANTS}.get(error.errno or 0)
+        if fix is None:
+            raise
         raise SystemFailure(f"cannot start a process: {error.strerror}; {fix}") from None
 
 
@@ -66,12 +77,13 @@ def start(thread: threading.Thread) -> None:
     try:
         thread.start()
     except RuntimeError as error:
-        fix = "raise `ulimit -u`, `ulimit -v` or the cgroup's pids.max"
-        raise SystemFailure(f"cannot start a thread: {error}; {fix}") from None
+        raise SystemFailure(f"cannot start a thread: {error}; {NO_THREAD}") from None
 
 
-def explained(error: OSError) -> str:
+def explained(error: BaseException) -> str:
     """What to say of an error, and what to do; where the process is refused system calls, which they are."""
+    if not isinstance(error, OSError):
+        return str(error) or repr(error)
     if error.errno in WANTS:
         return f"{error.strerror}; {WANTS[error.errno]}"
     refused = ", ".join(refused_calls()) if error.errno in _REFUSED else ""

@@ -31,11 +31,13 @@ from ringreduce.common.failures import CollectiveTimeout, SystemFailure
 from ringreduce.coordination.endpoint import member_has_ended
 from ringreduce.coordination.protocol import Member, View
 from ringreduce.coordination.torch_store import KeyStore
-from ringreduce.coordination.wait import Pauses, persist, wait_for
+from ringreduce.coordination.wait import Pauses, every, persist, wait_for
 from ringreduce.coordination.watch import is_closed
 
 OVER_AFTER = 1.0
 """A waiting process believes that all members are gone if two looks, so many seconds apart, say so."""
+LOOK_AGAIN = 0.01
+"""Seconds between two looks of `JoinWatcher.wait`."""
 FORGOTTEN_AFTER = 10.0
 """Seconds after which members no longer ask the store who has taken a number, if no process has said so. It may have
 died."""
@@ -292,14 +294,22 @@ class JoinWatcher:
         seen = self._seen
         seen.asked = now = time.monotonic()
         if not self._looks:
-            self._looks = True
             _in_background(_look_out, self._queue, seen)
+            self._looks = True  # not if no thread could be started: then the next call tries again
         elif seen.pauses_long:
             seen.pauses_long = False
             seen.wakes.put(None)
         if not seen.waiting or now > seen.began + SILENT:
             return ()
         return tuple(member for member in seen.waiting if member.name not in seen.but)
+
+    def wait(self, admitted: Callable[[tuple[Member, ...]], tuple[Member, ...]], patience: float) -> tuple[Member, ...]:
+        """Those of the living that `admitted` lets in. Waits `patience` seconds for the first."""
+
+        def found() -> tuple[Member, ...] | None:
+            return admitted(tuple(member for member in self.found() if not member_has_ended(member))) or None
+
+        return wait_for(found, every(LOOK_AGAIN), time.monotonic() + patience) or ()
 
 
 def _in_background(function: Callable[..., None], *arguments: object) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from ringreduce.common.descriptors import above_streams, make_above_streams
 from ringreduce.common.failures import InvalidArgument
+from ringreduce.common.system import WANTS
 from ringreduce.data.server import Recipe, Server
 
 PR_SET_NAME = 15
@@ -46,6 +47,8 @@ def packed(recipe: Recipe) -> int:
             pickle.dump((recipe.dataset, recipe.collate, recipe.seeded), file, pickle.HIGHEST_PROTOCOL)
     except Exception as error:  # whatever the dataset's own code raises
         os.close(fd)
+        if isinstance(error, OSError) and error.errno in WANTS:
+            raise
         raise InvalidArgument(
             f"Loader: dataset, collate or seeded cannot be pickled, as multiprocessing_context='spawn' needs: {error}; "
             "give what can be pickled, or multiprocessing_context='fork'"

@@ -76,8 +76,7 @@ def start(name: str, listener: socket.socket, terms: dict[str, Any], recipe: Rec
         _Supervisor(name, listener, starter, terms, recipe if packed is None else packed, threads).run(theirs)
     except BaseException as error:
         with contextlib.suppress(OSError):
-            why = explained(error) if isinstance(error, OSError) else str(error) or repr(error)
-            theirs.send(json.dumps({"failed": why[:1000]}).encode())
+            theirs.send(json.dumps({"failed": explained(error)[:1000]}).encode())
         traceback.print_exc()
         sys.stderr.flush()
     finally:

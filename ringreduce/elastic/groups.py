@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import TypeGuard
 
@@ -15,9 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ringreduce.common import system
 from ringreduce.coordination.protocol import View
+from ringreduce.coordination.rounds import Membership
 from ringreduce.elastic.settings import Settings
 from ringreduce.errors import CollectiveMismatch, Expelled, InvalidArgument, RingReduceError, SystemFailure, TooFewRanks
-from ringreduce.groups.arrivals import known_beforehand
+from ringreduce.groups.arrivals import DIED, known_beforehand
 from ringreduce.groups.lookup import backend_of, found_in, links_of
 
 
@@ -37,7 +39,7 @@ def make_group(
         with known_beforehand(
             prepared=prepared,
             endpoints=endpoints,
-            ended=lambda: [names.index(name) for name in ended()],
+            ended=lambda: {names.index(name): DIED for name in ended()},
             gives_up=gives_up,
         ):
             init_group(settings.context.store_for(view.epoch), rank, len(names), settings)
@@ -60,28 +62,39 @@ def init_group(store: Store, rank: int, size: int, settings: Settings) -> None:
     )
 
 
-def destroy_groups() -> None:
+def destroy_groups(leaves: bool = False) -> None:
     """Destroys all groups of this process.
 
     Groups with links to other hosts are shut down in a thread, because a link waits until the other host has received
-    everything. The caller does not wait for that.
+    everything. The caller does not wait for that, unless it `leaves` the world: then its process may end.
     """
     if not dist.is_initialized():
         return
-    if links_of(found_in(dist.distributed_c10d._get_default_group())):
-        names = dist.distributed_c10d._world.pg_names
-        groups = sorted(names, key=names.__getitem__, reverse=True)
-        names.clear()  # or destroy_process_group would shut each one down, and wait
+    try:
+        if leaves or links_of(found_in(dist.distributed_c10d._get_default_group())):
+            names = dist.distributed_c10d._world.pg_names
+            groups = sorted(names, key=names.__getitem__, reverse=True)
+            names.clear()  # or destroy_process_group would shut each one down, and wait
+            if leaves:
+                _say_goodbye(groups)
+            else:
+                _say_goodbye_later(groups)
+    finally:
+        dist.destroy_process_group()
 
-        def say_goodbye() -> None:
-            for group in groups:
-                group.shutdown()
 
-        try:
-            system.start(threading.Thread(target=say_goodbye, daemon=True, name="ringreduce goodbye"))
-        except SystemFailure:
-            say_goodbye()
-    dist.destroy_process_group()
+def _say_goodbye(groups: Iterable[dist.ProcessGroup]) -> None:
+    for group in groups:
+        with contextlib.suppress(CollectiveMismatch):  # the others may be in a call that this process does not make
+            group.shutdown()
+
+
+def _say_goodbye_later(groups: Iterable[dist.ProcessGroup]) -> None:
+    try:
+        thread = threading.Thread(target=_say_goodbye, args=(groups,), daemon=True, name="ringreduce goodbye")
+        system.start(thread)
+    except SystemFailure:
+        _say_goodbye(groups)
 
 
 def rebind(parts: Iterable[object]) -> None:
@@ -110,3 +123,22 @@ def is_of_group(error: BaseException) -> TypeGuard[Exception]:
     # Other libraries raise errors of their own when a group has failed, as DistributedDataParallel does.
     has_failed = dist.is_initialized() and backend_of(None).get_error() != ErrorType.SUCCESS
     return isinstance(error, Exception) and has_failed
+
+
+@contextlib.contextmanager
+def resigns_if_it_fails(settings: Settings, view: View) -> Iterator[None]:
+    """Ends the membership of a process that cannot begin it, as without memory. The others would wait for it."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, RingReduceError):
+            resign(settings, view)
+        raise
+
+
+def resign(settings: Settings, view: View) -> None:
+    """Ends the membership of a process that has been in `view`, and destroys its groups."""
+    with contextlib.suppress(RuntimeError, OSError):
+        Membership(settings.context.directory(), settings.me, view, settings.patience).resign(view.step)
+    settings.context.give_up()
+    destroy_groups()

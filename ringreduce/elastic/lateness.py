@@ -23,6 +23,8 @@ time."""
 MICRO = 1e-6
 LEAST_LOST = round(0.01 / MICRO)
 """A straggler costs at least so much in these steps. In a loop of tiny steps the scheduler alone makes a rank late."""
+WARN_AGAIN = 60.0
+"""Seconds between two warnings of a straggler."""
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +44,8 @@ class Late:
 
 class Lateness:
     """The lateness of the members of one view. Only one thread may use it. All times inside are in microseconds."""
+
+    _warn_from = 0.0  # of this process, in whatever view
 
     def __init__(self, members: tuple[Member, ...], rank: int) -> None:
         self._members, self._rank = members, rank
@@ -65,8 +69,13 @@ class Lateness:
         return mine
 
     def judge(self, figures: list[int]) -> Late | None:
-        """Counts one step, from the sum of all members' figures. Returns the straggler, if there is one now."""
+        """Counts one step, from the sum of all members' figures. Returns the straggler, if there is one now.
+
+        Rank 0 warns of it.
+        """
         took, waits = figures[0], figures[1:]
+        if len(waits) == 1:
+            return None
         first, second = sorted(waits)[:2]
         latest, lost = waits.index(first), second - first
         if len(self._recent) == STEPS:
@@ -96,7 +105,15 @@ class Lateness:
             return None
         while self._recent:
             self._count(*self._recent.popleft(), -1)
-        return self._late(rank, lost, took)
+        late = self._late(rank, lost, took)
+        if self._rank == 0 and time.monotonic() > self._warn_from:
+            Lateness._warn_from = time.monotonic() + WARN_AGAIN
+            log.warning(
+                "rank %d (%s, pid %d) is a straggler: the others have waited %.3g s for it in %d steps, %.0f%% of "
+                "their time",
+                *(late.rank, late.host, late.pid, late.seconds, STEPS, 100 * late.share),
+            )
+        return late
 
     def _late(self, rank: int, lost: int, took: int) -> Late:
         who = address_of(self._members[rank]).who
@@ -108,11 +125,3 @@ def _waited() -> float:
     from ringreduce import _C
 
     return sum(counters[3] for calls in _C.statistics().values() for counters in calls.values())
-
-
-def warn(late: Late) -> None:
-    """Warns of a straggler."""
-    log.warning(
-        "rank %d (%s, pid %d) is a straggler: the others have waited %.3g s for it in %d steps, %.0f%% of their time",
-        *(late.rank, late.host, late.pid, late.seconds, STEPS, 100 * late.share),
-    )

@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -23,11 +24,11 @@ from ringreduce.config import Options
 from ringreduce.coordination.founding import Founding
 from ringreduce.coordination.join_queue import Patient
 from ringreduce.coordination.process import Who
-from ringreduce.coordination.protocol import View
+from ringreduce.coordination.protocol import Member, View
 from ringreduce.coordination.store import Bounded, Values
 from ringreduce.coordination.torch_store import KeyStore
 from ringreduce.elastic.context import WorldContext
-from ringreduce.elastic.groups import destroy_groups, init_group
+from ringreduce.elastic.groups import init_group, resign
 from ringreduce.elastic.settings import Settings
 from ringreduce.elastic.world import World, founded, joined
 from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, RingReduceError, SystemFailure, TooFewRanks
@@ -102,7 +103,7 @@ def start(
     here, rank, world_size = _meeting_point(store, rank, world_size, timeout)
     founders = _check_counts(least, spares, unit, world_size)
     settings = Settings(
-        me=f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}",
+        me=_new_name(),
         options=options,
         timeout=timeout.total_seconds(),
         least=least,
@@ -113,7 +114,6 @@ def start(
         expel_after=silence.total_seconds(),
         context=WorldContext(here),
     )
-    _names.append(settings.me)
     return _take_part(settings, here, rank, founders)
 
 
@@ -198,6 +198,12 @@ def _check_counts(least: int, spares: int, unit: int, world_size: int) -> int:
     return founders
 
 
+def _new_name() -> str:
+    """A name for this process as a member, which no member has had before."""
+    _names.append(f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}")
+    return _names[-1]
+
+
 def _taken(rank: int, timeout: float) -> Callable[[Who], None]:
     """For `Founding.take_part`. One rank may have been given to two processes, or the earlier one is stopped."""
     until, told = time.monotonic() + timeout, False
@@ -221,18 +227,18 @@ def _found(settings: Settings, founding: Founding, rank: int, size: int, attempt
     try:
         with known_beforehand(look=founding.look_at(attempt, over)):
             view = _first_view(settings, rank, size, PrefixStore(f"epoch 0, attempt {attempt}", context.store))
-    except Exception:
-        made = False
+    except Exception as error:
+        made = None
         with contextlib.suppress(RuntimeError, OSError):
             founding.end(attempt)  # those that are started again meet in the next one
-            made = context.queue.latest() is not None
-        if not made:
-            destroy_groups()
+            made = context.queue.latest()
+        resign(settings, made or View(0, (Member(settings.me),)))  # the others may have made the group with it
+        if made is None:
             raise
+        log.info("%s joins, since others have made the group: %s", settings.me, error)
     else:
         return founded(settings, view)
-    destroy_groups()
-    return _join(settings)  # the others have made the group with an earlier process of this rank, and go on
+    return _join(replace(settings, me=_new_name()))
 
 
 def _first_view(settings: Settings, rank: int, size: int, store: Store) -> View:

@@ -14,16 +14,23 @@ import torch
 import torch.distributed as dist
 
 from ringreduce import tuning  # noqa: F401  imported early: a member that becomes rank 0 must not lose time with it
-from ringreduce.coordination.endpoint import member_has_ended
+from ringreduce.common.system import explained
 from ringreduce.coordination.join_queue import JoinWatcher
 from ringreduce.coordination.protocol import Member, Report, View, log_key
 from ringreduce.coordination.rounds import Membership
-from ringreduce.coordination.wait import every, wait_for
-from ringreduce.elastic.groups import destroy_groups, is_of_group, make_group, rebind
-from ringreduce.elastic.lateness import Late, Lateness, warn
+from ringreduce.elastic.groups import destroy_groups, is_of_group, make_group, rebind, resigns_if_it_fails
+from ringreduce.elastic.lateness import Late, Lateness
 from ringreduce.elastic.settings import Settings
 from ringreduce.elastic.state import Holder, State
-from ringreduce.errors import CollectiveTimeout, Expelled, InvalidArgument, PeerLost, RingReduceError, TooFewRanks
+from ringreduce.errors import (
+    CollectiveTimeout,
+    Expelled,
+    InvalidArgument,
+    PeerLost,
+    RingReduceError,
+    SystemFailure,
+    TooFewRanks,
+)
 from ringreduce.groups.lookup import backend_of, links_of
 
 if TYPE_CHECKING:
@@ -31,11 +38,6 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 Function = TypeVar("Function", bound="Callable[..., Any]")
-
-WARN_AGAIN = 60.0
-"""Seconds between two warnings of a straggler."""
-LOOK_AGAIN = 0.01
-"""Seconds between two looks of rank 0 at what its join watcher has found, while there are too few members."""
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +60,6 @@ class World:
         self._joiners_wait = False
         self._join_watcher = JoinWatcher(settings.context.queue, view.names)
         self._on_straggler: Callable[[Late], bool] | None = None
-        self._warn_from = 0.0
         self._late: Late | None = None
         """A straggler that the program has not been told of."""
         self._unwanted: tuple[str, ...] = ()
@@ -199,7 +200,7 @@ class World:
             raise
 
     def _vote(self, step: int, durable: bool) -> bool:
-        waits = self.rank == 0 and self._settings.room_for(self.size, self._join_watcher.found())
+        waits = self.rank == 0 and self._admitted(self._join_watcher.found())
         vote = torch.tensor([int(bool(waits)), *self._lateness.figures()], device="cpu")
         try:
             dist.all_reduce(vote)  # completes only if every member takes part, so completing is the vote
@@ -213,11 +214,7 @@ class World:
         self._committed = step
         waiting, *figures = vote.tolist()
         self._joiners_wait = bool(waiting)
-        if self.size > 1 and (late := self._lateness.judge(figures)):
-            self._late = late
-            if self.rank == 0 and time.monotonic() > self._warn_from:
-                self._warn_from = time.monotonic() + WARN_AGAIN
-                warn(late)
+        self._late = self._lateness.judge(figures) or self._late
         if self._is_first_commit and self._settings.context.ledger:  # on several hosts this would hold a port
             with contextlib.suppress(RingReduceError, OSError):  # the step counts; the next change tries again
                 self._settings.get_ready(self._wire)
@@ -255,8 +252,7 @@ class World:
             self._membership.resign(self._committed)
             self._settings.context.queue.leave(self._settings.me)
         self._settings.context.give_up()
-        if dist.is_initialized():  # not if the latest change could not make a group
-            dist.destroy_process_group()
+        destroy_groups(leaves=True)
 
     def __del__(self) -> None:
         if "_watch" in vars(self) and os.getpid() == self._pid:  # in a forked child its lock may be taken for ever
@@ -299,7 +295,8 @@ class World:
         if self._unwanted:
             self._change(None)
         while self._joiners_wait or self._too_few():
-            joiners = self._joiners(self._settings.patience if self._too_few() else 0.0) if self.rank == 0 else ()
+            patience = self._settings.patience if self._too_few() else 0.0
+            joiners = self._join_watcher.wait(self._admitted, patience) if self.rank == 0 else ()
             self._gave_up = self.rank == 0 and self._too_few() and not joiners
             self._change(None, joiners)
             self._gave_up = False
@@ -309,6 +306,9 @@ class World:
                     f"there {left}, and least is {self._settings.least}; nobody has come for "
                     f"{self._settings.patience:.0f} s"
                 )
+
+    def _admitted(self, waiting: tuple[Member, ...]) -> tuple[Member, ...]:
+        return self._settings.room_for(self.size, waiting)
 
     def _too_few(self) -> bool:
         return self.size < self._settings.least
@@ -352,6 +352,8 @@ class World:
         except BaseException as error:
             if not isinstance(error, RingReduceError):
                 self.leave()
+            if isinstance(error, OSError):
+                raise SystemFailure(f"the world cannot change: {explained(error)}") from error
             raise
 
     def _leave_view(self, error: Exception | None, joiners: tuple[Member, ...]) -> None:
@@ -437,8 +439,12 @@ class World:
     def _make_group(self) -> None:
         """Makes the view's members the default group. Fails at once when one of them ends meanwhile."""
         if self.rank == 0:
-            self._settings.context.queue.members_are(self.view)
-            self._join_watcher.found()  # those who wait may have to wait for a long step
+            try:
+                self._settings.context.queue.members_are(self.view)
+                self._join_watcher.found()  # those who wait may have to wait for a long step
+            except RingReduceError:
+                self._settings.context.give_up()  # or the others would wait at its door
+                raise
         make_group(self.view, self.rank, self._settings, self._watch.ended, self._report_early)
         self._attach()
 
@@ -455,19 +461,10 @@ class World:
         with contextlib.suppress(RuntimeError, OSError):  # `_change` will report again
             self._settings.context.directory().append(log_key(self.epoch), report.line(self._settings.me))
 
-    def _joiners(self, patience: float) -> tuple[Member, ...]:
-        """The processes that wait to join, as many as there is room for. Waits `patience` seconds for the first."""
-
-        def found() -> tuple[Member, ...] | None:
-            waiting = tuple(member for member in self._join_watcher.found() if not member_has_ended(member))
-            return self._settings.room_for(self.size, waiting) or None
-
-        return wait_for(found, every(LOOK_AGAIN), time.monotonic() + patience) or ()
-
 
 def founded(settings: Settings, view: View) -> World:
     """The world of a first member, whose group has been made."""
-    with _resigns_if_it_fails(settings, view):
+    with resigns_if_it_fails(settings, view):
         world = World(settings, view, founder=True)
         if world.rank == 0:
             world._join_watcher.found()
@@ -477,7 +474,7 @@ def founded(settings: Settings, view: View) -> World:
 
 def joined(settings: Settings, view: View) -> World:
     """The world of a process that has been let in by `view`. Makes its group. Raises what `start` raises."""
-    with _resigns_if_it_fails(settings, view):
+    with resigns_if_it_fails(settings, view):
         world = World(settings, view, founder=False)
         try:
             settings.check(view.members[0], "the members")  # which has been there before: joiners come last
@@ -490,20 +487,6 @@ def joined(settings: Settings, view: View) -> World:
             failed = error.with_traceback(None)
     world._change(failed)
     return world
-
-
-@contextlib.contextmanager
-def _resigns_if_it_fails(settings: Settings, view: View) -> Iterator[None]:
-    """Ends the membership of a process that cannot begin it, as without memory. The others would wait for it."""
-    try:
-        yield
-    except BaseException as error:
-        if not isinstance(error, RingReduceError):
-            with contextlib.suppress(RuntimeError, OSError):
-                Membership(settings.context.directory(), settings.me, view, settings.patience).resign(view.step)
-            settings.context.give_up()
-            destroy_groups()
-        raise
 
 
 def _callable(method: str, function: Function) -> Function:

@@ -19,7 +19,7 @@ import re
 from pathlib import Path
 
 from ringreduce.common.failures import InvalidArgument, SystemFailure
-from ringreduce.common.files import cache_folder, read_own, replace_file, require_own
+from ringreduce.common.files import cache_folder, read_own, require_own, write_file
 from ringreduce.gpu.nccl import packages_folders
 
 log = logging.getLogger(__name__)
@@ -232,7 +232,7 @@ def _load(path: Path, key: bytes) -> bytes | None:
 
 def _save(path: Path, key: bytes, made: bytes) -> None:
     try:
-        replace_file(path, key + hashlib.sha256(made).digest() + made)
+        write_file(path, key + hashlib.sha256(made).digest() + made, private=True)
     except OSError as error:
         _warn(f"cannot keep a compiled GPU kernel in {path}: {error}")
 

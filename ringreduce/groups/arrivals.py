@@ -18,6 +18,7 @@ import contextvars
 import json
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -40,14 +41,17 @@ class Beforehand(NamedTuple):
     """This rank's, which the others know already."""
     endpoints: Sequence[Endpoint] = ()
     """Of all ranks, with which the group is made without a store; none: the ranks tell each other."""
-    ended: Callable[[], list[int]] | None = None
-    """If the ranks were in another group: those of its ranks whose end shows there. With it, the death of a rank that
-    has not told the store anything is seen, too."""
+    ended: Callable[[], dict[int, str]] | None = None
+    """If the ranks were in another group: those of its ranks that have ended or are out of reach there, and which of
+    these it is. With it, the death of a rank that has not told the store anything is seen, too."""
     gives_up: Callable[[RingReduceError], None] | None = None
     """What to do when this process cannot go on with the group, before it closes its connections."""
     look: Callable[[], RingReduceError | None] | None = None
     """What a wait also calls now and then. If it returns an error, the wait raises that."""
 
+
+DIED = "died"
+"""How a rank has ended whose process has."""
 
 NOTHING = Beforehand()
 beforehand = contextvars.ContextVar("beforehand", default=NOTHING)
@@ -167,12 +171,12 @@ class Arrivals:
             return True
         if not self._within and arrival.at < process_began():
             return False
-        over.add((self.rank, arrival.id))
+        ignore((self.rank, arrival.id))
         if failed:
             kind, why, culprit = failed
             raise getattr(failures, kind)(str(why), int(culprit))
         self.know(rank, arrival.who)
-        raise PeerLost(f"making the group: {self.describe(rank)} died", rank)
+        raise PeerLost(f"making the group: {self.describe(rank)} {DIED}", rank)
 
     def has_told(self, phase: str, rank: int) -> bool:
         return bool(phase == WHO and self.endpoints) or self.store.check([f"{self.prefix}/{phase}/{rank}"])
@@ -191,21 +195,24 @@ class Arrivals:
 
     def raise_if_dead(self) -> None:
         """Raises `PeerLost` if one of the ranks that are watched has ended, as far as this process can see."""
-        if (rank := self.dead()) >= 0:
+        if death := self.death():
             self.raise_if_given_up()  # which may be the reason for its end
-            if not self.endpoints and (arrival := self._arrival(rank)):
-                self._is_coming(rank, arrival)  # it may have made another group
-            raise PeerLost(f"making the group: {self.describe(rank)} died", rank)
+            if not self.endpoints and (arrival := self._arrival(death.culprit)):
+                self._is_coming(death.culprit, arrival)  # it may have made another group
+            raise death
 
-    def dead(self) -> int:
-        """The first of the watched ranks that has ended, as far as this process can see; -1: none."""
-        if self.before.ended and (found := self.before.ended()):
-            return found[0]
+    def death(self) -> PeerLost | None:
+        """Of the first of the watched ranks that has ended, as far as this process can see."""
+        for rank, how in self._ended():
+            return PeerLost(f"making the group: {self.describe(rank)} {how}", rank)
+        return None
+
+    def _ended(self) -> Iterator[tuple[int, str]]:
+        if self.before.ended:
+            yield from self.before.ended().items()
         for rank in self.watched:
-            who = self._known.get(rank)
-            if who and rank != self.rank and has_ended(who):
-                return rank
-        return -1
+            if rank != self.rank and (who := self._known.get(rank)) and has_ended(who):
+                yield rank, DIED
 
     def raise_if_given_up(self) -> None:
         """Raises what keeps another rank from coming."""
@@ -222,7 +229,7 @@ class Arrivals:
             return
         self._gave_up = True
         if self.attempt:  # whoever makes the group again takes no part in this attempt
-            over.add((self.rank, self.attempt))
+            ignore((self.rank, self.attempt))
         if (tell := self.before.gives_up) and isinstance(error, RingReduceError):
             tell(error)
         if isinstance(error, CollectiveTimeout | PeerLost | CollectiveMismatch):  # -1: it may be anybody's fault
@@ -236,13 +243,13 @@ class Arrivals:
     def _tell_error(self, kind: str, why: str, culprit: int) -> None:
         with contextlib.suppress(Exception):  # the store may be gone, and what counts is the error
             if not self.attempt:  # rank 0 has not told where it looks, so it looks at this
-                over.add((self.rank, why))
+                ignore((self.rank, why))
                 self._set_arrival((kind, why, culprit))
             elif not self.store.check([f"{self.prefix}/given up"]):
                 self.store.set(f"{self.prefix}/given up", json.dumps([kind, why, culprit]))
             if self.rank == 0:  # whoever has failed, too, is no reason for the next attempt to fail
                 absent = [rank for rank in range(1, self.size) if rank not in self._known]
-                over.update((0, arrival.id) for rank in absent if (arrival := self._arrival(rank)) and arrival.failed)
+                ignore(*((0, each.id) for rank in absent if (each := self._arrival(rank)) and each.failed))
 
     def call(self, ranks: Sequence[int]) -> str:
         """How messages call ranks of the group; a single one with its process."""
@@ -255,6 +262,15 @@ class Arrivals:
         return call_ranks([rank], self.ranks, "{}, pid {}".format(*process) if process else "")
 
 
-over: set[tuple[int, str]] = set()
+over: OrderedDict[tuple[int, str], None] = OrderedDict()
 """(rank, id) of arrivals that concern no later attempt of this rank in this process, and what the rank itself has said
-in vain."""
+in vain. Only the latest are kept, since the next arrival of a rank takes the place of the one before it in a store."""
+MOST_OVER = 1 << 14
+"""The most that `over` keeps, some 4 MB: those of 16 attempts of a group of 1,024 ranks."""
+
+
+def ignore(*heard: tuple[int, str]) -> None:
+    """No later attempt of a rank of this process heeds these: see `over`."""
+    over.update(dict.fromkeys(heard))
+    for _ in range(len(over) - MOST_OVER):
+        over.popitem(last=False)

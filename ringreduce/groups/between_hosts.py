@@ -34,7 +34,7 @@ for as long as that, and a group's timeout is half an hour."""
 
 PATIENCE = 2.0
 """Seconds in which, while a group is made, the lower rank of a pair may connect before the higher one tries as well:
-more than a door waits for further interfaces (`links.GRACE_SECONDS`)."""
+more than a door waits for further interfaces (`paths.GRACE_SECONDS`)."""
 
 LEARN_SECONDS = 5.0
 """For neighbours to connect so that the way between them can be measured; who is later is not waited for."""

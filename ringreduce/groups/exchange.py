@@ -23,7 +23,7 @@ from ringreduce.common.failures import InvalidArgument, RingReduceError
 from ringreduce.coordination.endpoint import Config, Endpoint
 from ringreduce.coordination.store import value_of
 from ringreduce.coordination.wait import CHECK_PROCESSES
-from ringreduce.groups.arrivals import WHO, Arrivals, over, passed
+from ringreduce.groups.arrivals import WHO, Arrivals, ignore, passed
 from ringreduce.groups.waiting import Wait
 
 
@@ -50,7 +50,7 @@ class Exchange(Arrivals):
             self.attempt = first.id
             self.know(0, first.who)
             if not self._within:  # later ones of this process do not take part in it
-                over.add((self.rank, first.id))
+                ignore((self.rank, first.id))
             self.tell(WHO, self._endpoint)
         return bool(self.attempt)
 
@@ -176,7 +176,7 @@ class Exchange(Arrivals):
         passed(f"{phase}: collected")
         told = [json.loads(text) for text in texts]
         if phase == WHO and not self._within:  # a later attempt of this process ignores these arrivals
-            over.update((self.rank, endpoint["id"]) for endpoint in told)
+            ignore(*((self.rank, endpoint["id"]) for endpoint in told))
         return told
 
     def wait(

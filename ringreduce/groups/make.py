@@ -154,7 +154,10 @@ def _exchange(
         group, wanted = within
         lineage, processes = survivors_of(group).lineage, survivors_of(group).processes(wanted)
         attempt = lineage.attempt
-        before = before._replace(ended=lambda: [wanted.index(each) for each in group.ended() if each in wanted])
+        before = before._replace(
+            ended=lambda: {wanted.index(each): how for each, how in group.ended().items() if each in wanted},
+            look=group.throw_own_failure,
+        )
         order = Order(without_prefixes(store), attempt, ranks[rank], name, ranks, lineage.begun)
     exchange = Exchange(store, rank, len(ranks), seconds, ranks, attempt, processes, before, order)
     exchange.job = within[0].job if within else ""
@@ -212,6 +215,9 @@ class GroupSpec:
             remember(self.name, links)
             try:
                 links.learn(seconds - (time.monotonic() - began))  # which plans are chosen by
+                slot_bytes = slot_bytes_for(exchange.size, options)
+                slicing = slicing_for(options, slot_bytes, fetch=False, wire=links.wire.bandwidth)
+                group.set_least_slice_bytes(slicing.least_slice_bytes)
                 first = between_hosts.peers_in(self._choices(decision, links).plans(), exchange.rank, links.order)
                 links.connect_all(first, seconds - (time.monotonic() - began))
             except BaseException as error:

@@ -472,7 +472,7 @@ def _lost(exchange: Exchange, rank: int, error: Exception) -> Exception:
     if isinstance(error, OSError) and error.errno in WANTS:
         return error
     _look_for_reason(exchange)
-    return PeerLost(f"making the group: {exchange.describe(rank)} died or left: {error}", rank)
+    return PeerLost(f"making the group: {exchange.describe(rank)} is out of reach: {error}", rank)
 
 
 def _addresses(me: _Announced, location: Location) -> tuple[Door, list[list[Address]]]:

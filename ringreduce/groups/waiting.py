@@ -52,9 +52,8 @@ class Wait:
         except RingReduceError:
             raise
         except RuntimeError as error:  # torch's: the store, which a process of a rank may hold, is gone
-            if (rank := self._arrivals.dead()) >= 0:
-                died = f"making the group: {self._arrivals.describe(rank)} died"
-                raise PeerLost(died, rank) from None
+            if death := self._arrivals.death():
+                raise death from None
             raise SystemFailure(f"making the group: its store cannot be asked any more: {error}") from None
 
     def _ends(self, now: float, took: float, ready: Callable[[float], bool]) -> bool:

@@ -41,7 +41,7 @@ from ringreduce.common.failures import Aborted, CollectiveTimeout, PeerLost, Sys
 from ringreduce.common.ranks import call_ranks
 from ringreduce.network.handshake import SESSION, Connection, Handshake, Refused, say_ready, within
 from ringreduce.network.interfaces import Interface
-from ringreduce.network.paths import Path, Rail, interface_of, paths_to, rails_to, spread
+from ringreduce.network.paths import Path, Rail, first_made, interface_of, paths_to, rails_to
 from ringreduce.network.sockets import Address, host_and_port, listen_at, reason, round_trip, set_options
 
 log = logging.getLogger(__name__)
@@ -58,8 +58,6 @@ SET_SECONDS = 60.0
 CONNECT_SECONDS = 10.0
 """For one attempt of TCP to connect."""
 LOOK_SECONDS = 0.25
-GRACE_SECONDS = 1.0
-"""For further interfaces, once a peer has been reached over one."""
 MOST_CONNECTIONS = 1024
 
 _NO_ANSWER = "no answer"
@@ -322,8 +320,8 @@ class Door:
                 description = f"{host_and_port(*here[:2])} -> {host_and_port(*there[:2])} via {interface}"
                 self._deliver(peer, connection.detach(), description)
         except Exception as error:
-            lost = isinstance(error, OSError) and error.errno == errno.ENOTCONN  # it has ended since it was ready
-            says = f"{self._call(self._rank)} cannot connect with {self._call(peer)}, which died or left"
+            lost = isinstance(error, OSError) and error.errno == errno.ENOTCONN  # since the peer was ready
+            says = f"{self._call(self._rank)} cannot connect with {self._call(peer)}, which has closed the connection"
             linked.set_exception(PeerLost(says, peer) if lost else error)
             linked.exception()  # so that asyncio does not complain if nobody waits
         else:
@@ -412,7 +410,7 @@ class Door:
             return approaches[-1]
 
         try:
-            found = await self._reach({start(path): path for path in paths}, wanted)
+            found = await first_made({start(path): path for path in paths}, wanted)
             if not found:
                 return False
             more = [start(one.path) for one in found for _ in range(self._connections - 1)]
@@ -432,24 +430,6 @@ class Door:
             for made in await asyncio.gather(*approaches, return_exceptions=True):
                 if isinstance(made, Connection):
                     made.socket.close()  # which does nothing if it is delivered
-
-    async def _reach(self, tasks: dict[asyncio.Task[Connection], Path], wanted: list[Rail]) -> list[Connection]:
-        """One connection for each pair of interfaces to be used, of those that `tasks` make; none if none does."""
-        reached: dict[Rail, Connection] = {}
-        until: float | None = None
-        while tasks and not (reached and set(reached).issuperset(set(wanted) & {path.rail for path in tasks.values()})):
-            left = None if until is None else max(0.0, until - time.monotonic())
-            done, _ = await asyncio.wait(tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
-                break
-            for task in done:
-                path = tasks.pop(task)
-                if task.exception() is None:
-                    reached.setdefault(path.rail, task.result())
-            if reached and until is None:
-                until = time.monotonic() + GRACE_SECONDS
-        use = spread([rail for rail in wanted if rail in reached]) or list(reached)[:1]
-        return [reached[rail] for rail in use]
 
     async def _join_all(self, peer: int, connections: list[Connection], tried: dict[Path, str]) -> bool:
         """Tells the peer's door that these are all, waits until it has them, and delivers them."""

@@ -6,15 +6,22 @@ are several each is used, with that of the peer that has its name or position in
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ringreduce.network.interfaces import Interface, IPInterface, local_interfaces
 from ringreduce.network.sockets import Address, host_and_port, sockaddr
 
+Made = TypeVar("Made")
 Rail = tuple[str, str]
 """The names of the interfaces at both ends."""
+
+GRACE_SECONDS = 1.0
+"""For further interfaces, once a peer has been reached over one."""
 
 
 @dataclass(frozen=True)
@@ -90,3 +97,22 @@ def spread(rails: Iterable[Rail]) -> list[Rail]:
         if here not in {rail[0] for rail in use} or there not in {rail[1] for rail in use}:
             use.append((here, there))
     return use
+
+
+async def first_made(tasks: dict[asyncio.Task[Made], Path], wanted: list[Rail]) -> list[Made]:
+    """What `tasks` make by these paths: one for each pair of interfaces to be used; none if none does."""
+    reached: dict[Rail, Made] = {}
+    until: float | None = None
+    while tasks and not (reached and set(reached).issuperset(set(wanted) & {path.rail for path in tasks.values()})):
+        left = None if until is None else max(0.0, until - time.monotonic())
+        done, _ = await asyncio.wait(tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            break
+        for task in done:
+            path = tasks.pop(task)
+            if task.exception() is None:
+                reached.setdefault(path.rail, task.result())
+        if reached and until is None:
+            until = time.monotonic() + GRACE_SECONDS
+    use = spread([rail for rail in wanted if rail in reached]) or list(reached)[:1]
+    return [reached[rail] for rail in use]

@@ -14,8 +14,10 @@ travels with the first of them, and each rank combines all of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -27,10 +29,30 @@ from ringreduce.operators.call import Block, Call, Group, Work, at_once
 from ringreduce.operators.op import Op as Op
 from ringreduce.operators.rows import Given, check_alike, rows_of, shown
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _heard(call: F) -> F:
+    """If this rank runs out of memory, the group fails, as the other ranks wait for it."""
+
+    @functools.wraps(call)
+    def heard(*arguments: Any, group: Group) -> Any:
+        try:
+            return call(*arguments, group=group)
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # torch's, of a tensor
+                with contextlib.suppress(Exception):
+                    backend_of(group).fail(f"{call.__name__.strip('_')} by an operator: {error!r}")
+            raise
+
+    return cast(F, heard)
+
+
 # What the direct calls of ringreduce.api do where `op` is an Op.
 
 
-def all_reduce(op: Op, tensor: Given, group: Group, async_op: bool, out: Given | None) -> Work:
+@_heard
+def all_reduce(op: Op, tensor: Given, async_op: bool, out: Given | None, *, group: Group) -> Work:
     if op.native and not async_op and not op.check:  # Call takes longer than a small call
         known = op.native.known(getattr(tensor, "dtype", None))
         if known and _C.all_reduce_now(group, tensor, known, out):
@@ -47,13 +69,14 @@ def all_reduce(op: Op, tensor: Given, group: Group, async_op: bool, out: Given |
     return None
 
 
-def all_reduce_coalesced(op: Op, tensors: Sequence[Given], group: Group, async_op: bool) -> Work:
+def all_reduce_coalesced(op: Op, tensors: Sequence[Given], async_op: bool, *, group: Group) -> Work:
     for tensor in tensors:
-        all_reduce(op, tensor, group, async_op, None)
+        all_reduce(op, tensor, async_op, None, group=group)
     return None
 
 
-def reduce(op: Op, tensor: Given, root: int, group: Group, async_op: bool, out: Given | None) -> Work:
+@_heard
+def reduce(op: Op, tensor: Given, root: int, async_op: bool, out: Given | None, *, group: Group) -> Work:
     call = Call(f"reduce to rank {root}", op, group, async_op, rows_of(op, "tensor", tensor), out)
     if call.rank == root:
         call.tell_autograd()
@@ -69,7 +92,8 @@ def reduce(op: Op, tensor: Given, root: int, group: Group, async_op: bool, out: 
     return None
 
 
-def reduce_scatter(op: Op, output: Given, inputs: Sequence[Given], group: Group, async_op: bool) -> Work:
+@_heard
+def reduce_scatter(op: Op, output: Given, inputs: Sequence[Given], async_op: bool, *, group: Group) -> Work:
     size = backend_of(group).size()
     if not isinstance(inputs, Sequence) or len(inputs) != size:
         raise InvalidArgument(
@@ -95,7 +119,8 @@ def reduce_scatter(op: Op, output: Given, inputs: Sequence[Given], group: Group,
     return None
 
 
-def reduce_scatter_single(op: Op, output: Given, input: Given, group: Group, async_op: bool) -> Work:
+@_heard
+def reduce_scatter_single(op: Op, output: Given, input: Given, async_op: bool, *, group: Group) -> Work:
     size = backend_of(group).size()
     whole, own = rows_of(op, "input", input), rows_of(op, "output", output, result=True)
     if whole[0].count != own[0].count * size:
@@ -122,7 +147,7 @@ def scan(tensor: Given, op: Any = dist.ReduceOp.SUM, group: Group = None, out: G
     elements and the dtype are the same on all ranks, and in `out`. Tensors are on CPUs. MPI has the same call as
     MPI_Scan. Raises the errors of the direct calls, and `OperatorFailed`.
     """
-    _scan("scan", tensor, op, group, out)
+    _scan("scan", tensor, op, out, group=group)
 
 
 def exscan(tensor: Given, op: Any = dist.ReduceOp.SUM, group: Group = None, out: Given | None = None) -> None:
@@ -130,10 +155,11 @@ def exscan(tensor: Given, op: Any = dist.ReduceOp.SUM, group: Group = None, out:
 
     Rank 0 has no rank before it: there nothing is written. MPI has the same call as MPI_Exscan.
     """
-    _scan("exscan", tensor, op, group, out)
+    _scan("exscan", tensor, op, out, group=group)
 
 
-def _scan(what: str, tensor: Given, given: Any, group: Group, out: Given | None) -> None:
+@_heard
+def _scan(what: str, tensor: Given, given: Any, out: Given | None, *, group: Group) -> None:
     op = given if isinstance(given, Op) else None
     if isinstance(given, dist.ReduceOp | dist.ReduceOp.RedOpType):
         op = next((ours for theirs, ours in _BUILT_IN if theirs == given), None)

@@ -208,9 +208,9 @@ def _publish(entry: Entry, local: ServerProcess, listens: bool) -> None:
     me: dict[str, Any] = {"number": entry.worker, "host": socket.gethostname(), "pid": os.getpid()}
     me |= {"machine": entry.machine, "address": local.listener.address.hex(), "window": entry.window, "door": []}
     if listens:
-        door = door_at(location_of(entry.options))
         if entry.views is not None:
             local.replication = Replication(entry.worker, entry.views, entry.dial)
+        door = door_at(location_of(entry.options))
         local.listen(door, entry.worker, entry.window, entry.options.dead_after or 0)
         me["door"] = door.addresses
     entry.store.set(f"server/{entry.worker}", json.dumps(me))

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from ringreduce.common.descriptors import above_streams
+from ringreduce.common.system import explained
 from ringreduce.errors import InvalidArgument
 
 NAMES = {
@@ -124,7 +125,7 @@ class Reader:
         try:
             whole = np.memmap(path, np.uint8, "r")
         except (OSError, ValueError) as error:
-            raise InvalidArgument(f"{path} cannot be read: {error}") from None
+            raise InvalidArgument(f"{path} cannot be read: {explained(error)}") from None
         length = _LENGTH.unpack(whole[: _LENGTH.size].tobytes())[0] if len(whole) >= _LENGTH.size else _MOST_HEADER + 1
         begin = _LENGTH.size + length
         if length > _MOST_HEADER or begin > len(whole):

@@ -11,10 +11,9 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from ringreduce.common.files import content_of, json_of, replace_file
+from ringreduce.common.files import content_of, json_of, write_file
 
 FORMAT = 1
 
@@ -72,7 +71,7 @@ def save(measured: HostsFile, path: str) -> None:
     for label in measured.hosts:
         if measured.hosts.count(label) > 1:
             raise ValueError(_SAME.format(label))
-    replace_file(Path(path), json.dumps({"format": FORMAT, **asdict(measured)}, indent=1).encode())
+    write_file(path, json.dumps({"format": FORMAT, **asdict(measured)}, indent=1).encode())
 
 
 def _matrix(name: str, rows: Any, size: int) -> Matrix:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ringreduce.common.files import cache_folder, read_own, replace_file
+from ringreduce.common.files import cache_folder, read_own, write_file
 from ringreduce.plan import BUILDERS
 from ringreduce.plan.cost import Machine
 from ringreduce.tuning.machine import Identity
@@ -97,7 +97,7 @@ def save(tuning: Tuning, path: Path, replace: bool) -> None:
     """Writes the file as a whole; without `replace`, one that is there already stays.  Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     content = json.dumps({"format": FORMAT, **asdict(tuning)}, indent=1)
-    replace_file(path, content.encode(), replace)
+    write_file(path, content.encode(), private=True, replace=replace)
 
 
 def _measured(entry: Any) -> Measured:

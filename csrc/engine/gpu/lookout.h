@@ -33,7 +33,7 @@ class Lookout {
   void stop();
 
  private:
-  void run();
+  void run();  // waits for nothing but the time, so not by Waiting
 
   GpuEngine& engine_;
   std::mutex looking_;

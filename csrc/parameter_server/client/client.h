@@ -1,14 +1,7 @@
-// The worker's side of the parameter server: its window, its sessions with the servers, and its waits.
-//
-// Servers on this host read the worker's requests and pushed data in the window, and the worker copies values out of
-// the servers' memory. Requests to a server on another host wait in a queue until the connection can take more
-// (wire.h). The queue sends the request with the greatest priority first, in fragments. A request gets its number only
-// when all its data has been handed to the connection, because the server's shard takes requests in the order of their
-// numbers.
+// The worker's side of the parameter server: its calls, and how they wait for the servers.
 #pragma once
 
 #include <atomic>
-#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -18,37 +11,12 @@
 #include <utility>
 #include <vector>
 
-#include "core/fork.h"
-#include "parameter_server/client/session.h"
-#include "parameter_server/client/window.h"
+#include "parameter_server/client/known_servers.h"
 #include "parameter_server/row_ids.h"
-#include "parameter_server/shared.h"
-#include "parameter_server/wire.h"
 
 namespace ringreduce::parameter_server {
 
 class Server;
-
-// What a server on this host tells a worker about itself.
-struct ServerSpec {
-  FileDescriptor values;  // memfd, `capacity` bytes
-  FileDescriptor bell;    // memfd
-  FileDescriptor pidfd;
-  std::size_t capacity = 0;
-  std::string name;  // "server 1 (node7, pid 4711)"
-  // The following are set for a backup and for a server that was one:
-  std::uint32_t turn = 0;    // the value of Lane::turn while it serves
-  std::uint32_t number = 0;  // its number in ValuesHeader::backup
-  std::string address;       // of the Unix socket for control messages
-};
-
-// A block of a tensor. Bytes [begin, begin + bytes) of the tensor are block `block` of server `server`, which keeps
-// them at `offset` in its values.
-struct Part {
-  std::uint32_t server = 0;
-  BlockId block = 0;
-  std::size_t begin = 0, bytes = 0, offset = 0;
-};
 
 // A table: its block on each server, and the type and size of its rows.
 struct TablePlace {
@@ -59,75 +27,24 @@ struct TablePlace {
   std::size_t row_bytes() const { return width * size_of(dtype); }
 };
 
-// The new values that a push_pull copies to the caller's tensor. Only for blocks on this host.
-struct NewValues {
-  std::vector<Part> parts;
-  std::byte* to = nullptr;              // the tensor; nullptr: copy nothing more
-  std::vector<std::uint64_t> versions;  // of the parts copied so far; parts are copied in order
-  bool streamed = false;                // copy past the caches, which are too small for all parts
-
-  bool complete() const { return versions.size() == parts.size(); }
-};
-
-// A group of requests that the caller waits for together.
-struct Call {
-  struct Answer {
-    std::uint32_t server;
-    BlockId block;
-    Outcome outcome;
-    std::uint64_t version;
-  };
-  std::size_t unanswered = 0;
-  std::vector<Answer> answers;
-  std::vector<std::pair<std::uint32_t, BlockId>> asked;  // server and block of every request
-  int lost = -1;                                         // a server that ended before it answered; -1: none
-  // Server and request number of every pull that was sent to another host.
-  std::vector<std::pair<std::uint32_t, std::uint64_t>> pulls;
-  NewValues new_values;  // used by push_pull
-  // For a pull of rows: by server, the piece of the window with the ids, which the rows follow; nullptr: none.
-  std::vector<OwnWindow::Piece> pieces;
-};
-
 // Thread-safe. Every wait is bounded. It throws Error(timeout) after its timeout unless the function says that it
 // returns something instead, Error(server_lost) with `culprit` set when a server that it needs has ended, and
 // Error(aborted) after abort(), and what of_this_process() throws.
-class Client {
+class Client : public KnownServers {
  public:
   // Makes a window with `data` bytes for pushes to `servers` servers. Throws Error(system). A waiting thread calls
   // `interrupt` several times a second; an exception thrown by it ends the wait.
   Client(WorkerId worker, std::size_t servers, std::size_t data, std::function<void()> interrupt = nullptr);
-  ~Client();
+  ~Client() { close_wire(); }
 
-  int window() const { return window_->memory_fd.get(); }
-  std::size_t window_bytes() const { return window_->memory.bytes(); }
-  // Attaches a server on this host.
-  void attach(std::uint32_t server, ServerSpec spec);
-  // The socket on which servers on this host tell this worker about their backups. When a backup has taken over, the
-  // client repeats the unanswered requests to it. Closing the socket tells the servers that this worker has ended.
-  int news() const { return news_for_servers_.get(); }
-  void close_news();
   // Returns turn, name and address of whoever serves these blocks now. Waits until that is no longer the server with
   // turn `known`. Returns `known` if that server is alive and has no backup, if it is lost, and after the timeout; if
   // it has a backup by then, the name returned is the backup's.
   std::tuple<std::uint32_t, std::string, std::string> served_by(std::uint32_t server, std::uint32_t known,
                                                                 Nanoseconds timeout);
-  // Attaches a server on another host; connect() then adds connections to it. A replica is a server or a backup of
-  // these blocks; replicas are numbered from 0, the first server.
-  void attach_far(std::uint32_t server, const std::string& name, std::uint32_t replica = 0);
-  // Attaches a backup that is reached by TCP. When the server has ended or is out of reach, the client repeats the
-  // unanswered requests to the backup, which answers them once it has taken over.
-  void attach_far_backup(std::uint32_t server, const std::string& name, std::uint32_t replica = 1);
-  // Adds a connection to a replica, and takes over the socket.
-  void connect(std::uint32_t server, int socket, std::string path, std::uint32_t replica = 0);
-  // From now on, a server that ends is not lost at once even if no backup of it is attached: calls wait until
-  // attach_far_backup() names one, or give_up() says that there is none.
-  void seek();
-  void give_up(std::uint32_t server, const std::string& why);
   // Returns the number of the replica that requests go to now (-1: none yet), then the numbers of the attached backups,
   // in the order in which they may take over. Returns nothing if the server is lost.
   std::vector<std::int64_t> asks(std::uint32_t server);
-  // Whether the blocks are served on this host, where values are copied from shared memory.
-  bool is_near(std::uint32_t server) const;
   // Sets the server of this process. Threads that wait here take its turns.
   void host(std::shared_ptr<Server> server);
 
@@ -200,86 +117,36 @@ class Client {
   Client& of_this_process();
   // Makes every wait, now and later, throw Error(aborted).
   void abort();
-  // The number of requests that have not been answered.
-  std::size_t outstanding() const;
-  // Server and block of one unanswered push, if there is any.
-  std::optional<std::pair<std::uint32_t, BlockId>> unanswered_push() const;
 
  private:
-  struct Near;
-  struct InWindow;
-  struct Item;
-  struct Sent;
   struct Hold;
   struct Unlocked;
-  struct HandedOver;
-  struct Peer;
   using Lock = std::unique_lock<std::mutex>;
 
-  Peer& peer(std::uint32_t server) const;
-  const BlockWords& words_of(const Part& part) const;
-  bool take_replies();
-  bool take_replies(std::uint32_t server);
-  bool take_news();
-  void look_for_next(std::uint32_t server);
-  bool is_lost(const Peer& of) const;
-  void turn_to_backup(std::uint32_t server);
-  void turn_to_far_backup(std::uint32_t server);
-  bool may_turn(const Peer& of) const;
-  static void take_next(Peer& of);
-  std::uint32_t address_of(std::uint32_t server, std::uint32_t replica) const;
-  void take_lost();
-  void open_wire();
-  void take_reply(std::uint32_t server, const ReplySlot& slot);
-  void look_for_ended();
-  void lose(std::uint32_t server, const std::string& why);
-  [[noreturn]] void throw_lost(std::uint32_t server) const;
   // Calls `ready` until it returns true; returns false after the timeout.
   template <class F>
   bool wait_until(Hold& hold, Nanoseconds timeout, F&& ready);
-  void call_python(Hold& hold);
-  bool take_turns(Hold& hold);
-  void sleep(std::uint32_t seen, Nanoseconds most);
+  void take_turns(Hold& hold);
   void put(Hold& hold, std::uint32_t server, Item item, Nanoseconds timeout);
-  const Request& number(std::uint32_t server, Item& item);
-  static RequestSlot slot_of(const Request& made);
   void send_part(Hold& hold, RequestKind kind, const std::shared_ptr<Call>& call, const Pushed& tensor,
                  const Part& part, const Options& options, bool streamed);
-  bool is_readable(const Peer& from, const Part& part) const;
   std::size_t copy_new_values(Call& call);  // returns the number of bytes copied
-  void feed();
-  void feed(std::uint32_t server);
-  void try_to_feed(std::uint32_t server);
-  template <class Queue>
-  static typename Queue::iterator next_of(Queue& queue);
-  void forget(Call& call);
   OwnWindow::Piece take_room(Hold& hold, std::size_t bytes, Nanoseconds timeout);
   void pack_push(const Part& part, Packing packing, std::byte* to, const std::byte* from);
   void fit_rows(const TablePlace& table, const RowSet& rows) const;
-  void fill_rows(const TablePlace& table, const RowSet& rows, std::uint32_t server, const std::byte* values,
-                 std::byte* to) const;
 
-  std::pair<WorkerWire*, Server*> shared();  // the wire and the hosted server, or nullptr; throws as of_this_process()
+  struct Shared {
+    WorkerWire* wire;  // or nullptr, as the next one
+    Server* hosted;
+    bool has_near;
+  };
+  Shared shared();  // throws as of_this_process()
 
-  const ForkMark fork_;
   const std::function<void()> interrupt_;
-  const WorkerId worker_;
-  const std::size_t servers_;
-  FileDescriptor news_, news_for_servers_;
-  const std::shared_ptr<OwnWindow> window_;
-  Bell* const bell_;
-  mutable std::mutex mutex_;
-  std::vector<std::unique_ptr<Peer>> peers_;
   // By server and block: what has been rounded off packed pushes and is still to be pushed.
   std::map<std::pair<std::uint32_t, BlockId>, std::vector<float>> residuals_;
-  Nanoseconds looked_ = 0;
   std::atomic<bool> aborted_ = false;
-  bool has_near_ = false, seeks_ = false;
-  bool ran_out_ = false;  // of memory, for what came or went over a connection
   std::shared_ptr<Server> hosted_;
-  std::uint64_t tags_ = 0;
-  // Set if a server is on another host. Destroyed before all other members, because its thread calls feed().
-  std::unique_ptr<WorkerWire> wire_;
 };
 
 }  // namespace ringreduce::parameter_server

@@ -6,14 +6,6 @@
 
 namespace ringreduce::parameter_server {
 
-const BlockWords& Client::words_of(const Part& part) const {
-  const Peer& from = peer(part.server);
-  if (from.near == nullptr)
-    throw Error(ErrorKind::invalid_argument,
-                from.name + " is on another host, and rounds can only be read on this one");
-  return from.near->words(part);
-}
-
 std::uint64_t Client::round_of(const std::vector<Part>& parts) {
   const Lock lock(mutex_);
   take_replies();

@@ -12,6 +12,24 @@ namespace {
 
 constexpr std::size_t kId = sizeof(std::int64_t);
 
+// Adds up the rows of equal ids: `values` has a row for each id of the batch, `to` gets one for each of the server's
+// ids.
+void fill_rows(const TablePlace& table, const RowSet& rows, std::uint32_t server, const std::byte* values,
+               std::byte* to) {
+  const DefaultFloatEnvironment environment;
+  const std::size_t bytes = table.row_bytes();
+  std::size_t known = 0;  // the first `known` rows of `to` are set: ids are numbered as they first appear
+  for (const RowSet::Item& item : rows.items(server)) {
+    const std::byte* const from = values + item.from * bytes;
+    if (item.to < known) {
+      add_row(table.dtype, to + item.to * bytes, from, table.width);
+    } else {
+      std::memcpy(to + item.to * bytes, from, bytes);
+      known = item.to + 1;
+    }
+  }
+}
+
 }  // namespace
 
 void Client::fit_rows(const TablePlace& table, const RowSet& rows) const {
@@ -24,24 +42,6 @@ void Client::fit_rows(const TablePlace& table, const RowSet& rows) const {
                   std::to_string(count) + " rows of " + std::to_string(table.row_bytes()) + " bytes for " +
                       peer(server).name + " are more than the window of " + std::to_string(window_->data_bytes()) +
                       " bytes holds: take fewer ids at once, or join with a larger window=");
-  }
-}
-
-// Adds up the rows of equal ids: `values` has a row for each id of the batch, `to` gets one for each of the server's
-// ids.
-void Client::fill_rows(const TablePlace& table, const RowSet& rows, std::uint32_t server, const std::byte* values,
-                       std::byte* to) const {
-  const DefaultFloatEnvironment environment;
-  const std::size_t bytes = table.row_bytes();
-  std::size_t known = 0;  // the first `known` rows of `to` are set: ids are numbered as they first appear
-  for (const RowSet::Item& item : rows.items(server)) {
-    const std::byte* const from = values + item.from * bytes;
-    if (item.to < known) {
-      add_row(table.dtype, to + item.to * bytes, from, table.width);
-    } else {
-      std::memcpy(to + item.to * bytes, from, bytes);
-      known = item.to + 1;
-    }
   }
 }
 

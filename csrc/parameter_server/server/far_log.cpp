@@ -14,10 +14,10 @@ constexpr Nanoseconds kBeat = kSecond / 4;  // between two beats
 
 void FarLog::write(Entry entry) {
   const std::uint64_t position = written_, bytes = entry.data == nullptr ? 0 : entry.record.slot.bytes;
-  written_ += length(entry);
   Frame frame = frame_of(Kind::record, bytes_of(entry.record), entry.bytes);
   frame.header.seq = position;
   connections_.send(kPartner, std::move(frame));
+  written_ += length(entry);
   for (std::uint64_t begin = 0; begin < bytes; begin += kFragment) {
     const std::uint64_t some = std::min<std::uint64_t>(kFragment, bytes - begin);
     const FrameHeader header{

@@ -36,7 +36,8 @@ class FarLog final : public Wire {
   std::uint64_t written() const { return written_; }
   std::uint64_t received() const { return received_.load(std::memory_order_acquire); }
   std::uint64_t carried_out() const { return carried_out_.load(std::memory_order_acquire); }
-  // `entry.data` must not change until the record has been carried out.
+  // `entry.data` must not change until the record has been carried out. If there is no memory for an entry without
+  // data, nothing has been written.
   void write(Entry entry);
 
   // ---- Called by the backup ----

@@ -38,9 +38,11 @@ bool NearPartner::read(Entry& entry) {
 bool FarPartner::progress() {
   const bool moved = wire.connections().progress();
   wire.beat();
-  if (is_silent || wire.take_lost().empty()) return moved;
+  if (is_silent) return moved;
+  const auto lost = wire.take_lost();
+  if (lost.empty()) return moved;
   is_silent = true;
-  on_silence();
+  on_silence(lost.front().second);
   return true;
 }
 

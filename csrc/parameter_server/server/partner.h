@@ -116,7 +116,7 @@ struct NearPartner final : Partner {
 
 // A partner that is reached by TCP: on another host, or on this one if the servers accept workers of other hosts.
 struct FarPartner final : Partner {
-  FarPartner(Bell& bell, std::function<void()> on_silence, std::string its_name)
+  FarPartner(Bell& bell, std::function<void(const std::string&)> on_silence, std::string its_name)
       : wire(bell), on_silence(std::move(on_silence)) {
     name = std::move(its_name);
   }
@@ -144,9 +144,9 @@ struct FarPartner final : Partner {
   }
 
   FarLog wire;
-  // Called once, in the thread that takes its turns, when the partner can no longer be reached. From then on the server
-  // answers nothing until Server::decided() tells it which of the two goes on.
-  const std::function<void()> on_silence;
+  // Called once, in the thread that takes its turns, when the partner can no longer be reached, with the reason. From
+  // then on the server answers nothing until Server::decided() tells it which of the two goes on.
+  const std::function<void(const std::string&)> on_silence;
   bool is_silent = false, takes_turns = false;
 };
 

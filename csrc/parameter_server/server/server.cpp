@@ -1,12 +1,12 @@
 #include "parameter_server/server/server.h"
 
-#include <sched.h>
 #include <unistd.h>
 
 #include <chrono>
 #include <thread>
 
 #include "core/error.h"
+#include "core/waiting.h"
 
 namespace ringreduce::parameter_server {
 namespace {
@@ -150,6 +150,10 @@ void Server::close() {
 // Ends this server after an exception that leaves its state unknown. What a backup has got is in order, so it goes on.
 void Server::fall(const std::exception& error) {
   if (stopping() && role_ == Role::ended) return;
+  if (leader_ != nullptr && leader_->backup->ended()) {  // so workers need not wait for it
+    leader_.reset();
+    show();
+  }
   cease();
   end_thread();
   hooks_.warn("a server in process " + std::to_string(getpid()) + " has failed and ends" +
@@ -195,14 +199,15 @@ void Server::decide(const Message& message) {
 
 void Server::write_down_and_decide(const Message& message) {
   const Nanoseconds now = ringreduce::now(), elapsed = now - std::exchange(replica_.stepped, now);
-  while (leader_ != nullptr && !leader_->write_down(message, elapsed)) {  // its backup is far behind
+  Waiting waiting(bell_words(), kServersPatience, nullptr);
+  while (leader_ != nullptr && !leader_->write_down(message, elapsed)) {  // its backup is far behind, and rings
     if (leader_->backup->ended()) {
       leader_.reset();
       break;
     }
     if (stopping()) cease();  // the backup takes over without this message
     if (!in_charge()) return;
-    sched_yield();
+    waiting.idle(kAwaitsAll, [](auto...) {});
   }
   replica_.decide(message, elapsed);
 }

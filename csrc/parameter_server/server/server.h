@@ -166,6 +166,7 @@ class Server : public Turns {
   void tell(Port& port);
   bool repeat_all(bool all);
   void look_for_partner();
+  bool tell_heir(bool late);
   void look_for_heir();
   void come_back();
   void settle_workers();

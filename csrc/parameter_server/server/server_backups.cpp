@@ -116,7 +116,7 @@ void Server::follow(std::unique_ptr<Partner> partner) {
 }
 
 void Server::leave_to_backup() {
-  bool leaves = false;
+  bool leaves = false, late = false;
   const auto leave = [&] {
     if (leader_ == nullptr || !leader_->counts || !leader_->backup->is_there()) {
       come_back();
@@ -124,14 +124,12 @@ void Server::leave_to_backup() {
     }
     role_ = Role::frozen;
     carry_out();
+    if (role_ == Role::ended) throw Error(ErrorKind::aborted, "the server has failed");
     // A lane has one writer: this server writes its last reply before a backup on this host can become the heir.
-    if (!leader_->backup->far() && unconfirmed_.holds_replies()) return;
+    if (leader_->backup->far() ? !tell_heir(late) : unconfirmed_.holds_replies()) return;
     leaves = true;
     role_ = Role::leaving;
     show();
-    Record last;
-    last.kind = Record::Kind::inherit;
-    if (leader_->backup->far()) leader_->backup->write({last});
     leader_->backup->ring();
     replica_.pass(Step::leaves);
   };
@@ -139,11 +137,28 @@ void Server::leave_to_backup() {
   while (true) {
     order(leave);
     if (leaves) return;
-    if (ringreduce::now() > until) {
+    if (late) {
       unfreeze();
       throw Error(ErrorKind::invalid_argument, "this server's backup has not carried out its log in time to go on");
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    late = ringreduce::now() > until;
+  }
+}
+
+// Tells a backup on another host that it is the heir. Returns false if there is no memory for that. The store says
+// already that the backup is the server, so this one cannot go on: it tries again until it is `late`, and then ends,
+// which the backup notices.
+bool Server::tell_heir(bool late) {
+  Record last;
+  last.kind = Record::Kind::inherit;
+  try {
+    leader_->backup->write({last});
+    return true;
+  } catch (const std::bad_alloc& error) {
+    if (!late) return false;
+    fall(error);
+    throw;
   }
 }
 

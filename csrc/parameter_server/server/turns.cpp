@@ -4,15 +4,10 @@
 
 #include <algorithm>
 
-#include "core/atomics.h"
 #include "core/threads.h"
+#include "core/waiting.h"
 
 namespace ringreduce::parameter_server {
-namespace {
-
-constexpr int kLooks = 100, kYields = 50;  // the thread polls, then yields so often before it sleeps
-
-}  // namespace
 
 Turns::Turns()
     : bell_fd_(make_memory("ringreduce bell", sizeof(Bell))), bell_memory_(bell_fd_.get(), sizeof(Bell), true) {}
@@ -40,63 +35,63 @@ void Turns::stop() {
 
 bool Turns::serve_orders() {
   if (!has_orders_.exchange(false)) return false;
-  std::deque<std::function<void()>> orders;
+  const Order* next = nullptr;
   {
     const std::lock_guard lock(mutex_);
-    orders.swap(orders_);
+    next = std::exchange(first_order_, nullptr);
   }
-  for (const auto& each : orders) each();
+  while (next != nullptr) std::exchange(next, next->next)->carry_out();  // its caller may end then
   return true;
 }
 
+// The object's own thread: it takes turns while it waits, and sleeps while others do.
+struct Turns::Own final : WaitingDuties {
+  explicit Own(Turns& turns) : of(turns) {}
+
+  bool progress() override {
+    patience = {0, 0, kLookEvery, kLookEvery};
+    if (!holds && !of.turning_.try_lock()) return false;
+    if (!std::exchange(holds, true)) of.begin_turns();
+    const bool moved = of.turn(true);
+    // If another thread waits to take turns, this one sleeps at once.
+    if (of.polls() && of.waiting_.load(std::memory_order_relaxed) == 0) patience = kServersPatience;
+    if (moved || !sleeps) return moved;
+    patience.least_sleep = patience.most_sleep = std::min({of.due_in(), of.most_sleep(), kLookEvery});
+    give_back();
+    return false;
+  }
+  // Before it sleeps, it takes one more turn.
+  void hand_over(bool its_sleep) override {
+    sleeps = its_sleep;
+    if (!sleeps) give_back();
+  }
+  void take_over() override { sleeps = false; }
+  void rest() override { sched_yield(); }
+  void give_back() {
+    if (!std::exchange(holds, false)) return;
+    of.end_turns();
+    of.turning_.unlock();
+  }
+
+  Turns& of;
+  Patience patience;
+  bool holds = false, sleeps = false;
+};
+
 void Turns::run() {
-  Bell& bell = bell_words();
-  while (!stopping_) {
-    std::uint32_t seen = bell.rings.load(std::memory_order_seq_cst);
-    Nanoseconds most = kLookEvery;
-    if (const std::unique_lock turning(turning_, std::try_to_lock); turning.owns_lock()) {
-      begin();
-      const int most_idle = polls() ? kLooks + kYields : 1;
-      for (int idle = 0; idle < most_idle && !stopping_;) {
-        if (turn(true)) {
-          idle = 0;
-        } else if (waiting_.load(std::memory_order_relaxed) > 0) {
-          break;  // lets the waiting thread take turns
-        } else if (++idle < kLooks) {
-          cpu_relax();
-        } else {
-          sched_yield();
-        }
-      }
-      seen = end();
-      most = left_for_thread_ ? 0 : std::min({due_in(), most_sleep(), kLookEvery});
-    }
-    if (!stopping_) sleep_on(bell.rings, seen, most);
+  {
+    Own own(*this);
+    Waiting waiting(bell_words(), own.patience, &own);
+    while (!stopping_) waiting.idle(kAwaitsAll, [](auto...) {}, own.patience);
   }
   const std::lock_guard turning(turning_);
-  begin();
+  begin_turns();
   turn(true);
   close();
   const std::lock_guard lock(mutex_);
   stopped_ = true;
-  orders_.clear();  // their callers get an error
+  first_order_ = nullptr;  // their callers get an error
   served_.notify_all();
-}
-
-// Sets `sleepers` to 0, so that a ring wakes no thread: the thread that takes turns polls.
-void Turns::begin() {
-  bell_words().sleepers.store(0, std::memory_order_seq_cst);
-  begin_turns();
-}
-
-// Sets `sleepers` to 1, so that a ring wakes the object's thread, and takes a last turn for what came before. Returns
-// the count of rings before that turn.
-std::uint32_t Turns::end() {
-  const std::uint32_t seen = bell_words().rings.load(std::memory_order_seq_cst);
-  bell_words().sleepers.store(1, std::memory_order_seq_cst);
-  turn(false);
-  end_turns();
-  return seen;
 }
 
 bool Turns::Guest::take() {
@@ -109,14 +104,17 @@ bool Turns::Guest::take() {
   if (!std::exchange(waits_, true)) of_->waiting_.fetch_add(1, std::memory_order_relaxed);
   if (!of_->turning_.try_lock()) return false;
   holds_ = true;
-  of_->begin();
+  of_->bell_words().sleepers.fetch_sub(1, std::memory_order_seq_cst);  // rings need not wake the object's thread
+  of_->begin_turns();
   return of_->turn(false);
 }
 
 void Turns::Guest::leave() {
   if (std::exchange(waits_, false)) of_->waiting_.fetch_sub(1, std::memory_order_relaxed);
   if (!std::exchange(holds_, false)) return;
-  of_->end();
+  of_->bell_words().sleepers.fetch_add(1, std::memory_order_seq_cst);
+  of_->turn(false);  // for what came before
+  of_->end_turns();
   const bool wanted = of_->left_for_thread_ || of_->due_in() != kForever;
   of_->turning_.unlock();
   if (wanted) of_->bell_words().ring();  // wakes the object's thread, which does not know of the work or the deadline

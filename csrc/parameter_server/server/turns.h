@@ -1,11 +1,11 @@
 // Turns at an object, for one thread at a time: a thread of the object's own or, while it waits, a thread of the same
 // process. Then no other thread has to wake up between a request and its reply. Whoever takes a turn has the object for
-// itself, so there are no locks inside. Calls of all other threads are queued until the next turn (order()).
+// itself, so there are no locks inside. Calls of all other threads are queued until the next turn (order()). The queue
+// needs no memory, so that a thread can end or undo by one call what it has begun by another.
 #pragma once
 
 #include <atomic>
 #include <condition_variable>
-#include <deque>
 #include <exception>
 #include <functional>
 #include <mutex>
@@ -96,18 +96,23 @@ class Turns {
   const ForkMark fork_;
 
  private:
+  // A call of order(), in its caller's frame.
+  struct Order {
+    const std::function<void()> carry_out;
+    Order* next = nullptr;
+  };
+
   void run();
-  void begin();
-  std::uint32_t end();
+  struct Own;
 
   const FileDescriptor bell_fd_;
   const Mapping bell_memory_;
   std::mutex turning_;            // held by the thread that takes turns
   std::atomic<int> waiting_ = 0;  // threads that would like to take turns
 
-  std::mutex mutex_;  // guards orders_ and stopped_
+  std::mutex mutex_;  // guards stopped_ and the list of orders
   std::condition_variable served_;
-  std::deque<std::function<void()>> orders_;
+  Order *first_order_ = nullptr, *last_order_ = nullptr;
   std::atomic<bool> has_orders_ = false;
   std::atomic<bool> stopping_ = false;
   bool stopped_ = false;
@@ -125,9 +130,7 @@ auto Turns::order(F&& body) {
   NoQuestions::check();
   std::exception_ptr failed;
   bool done = false;
-  std::unique_lock lock(mutex_);
-  if (stopping_) throw Error(ErrorKind::aborted, "the server has been stopped");
-  orders_.push_back([&] {
+  const auto carry_out = [&] {
     try {
       body();
     } catch (...) {
@@ -137,7 +140,12 @@ auto Turns::order(F&& body) {
     const std::lock_guard relock(mutex_);
     done = true;
     served_.notify_all();
-  });
+  };
+  Order own{std::cref(carry_out)};
+  std::unique_lock lock(mutex_);
+  if (stopping_) throw Error(ErrorKind::aborted, "the server has been stopped");
+  (first_order_ == nullptr ? first_order_ : last_order_->next) = &own;
+  last_order_ = &own;
   has_orders_ = true;
   bell_words().ring();
   served_.wait(lock, [&] { return done || stopped_; });

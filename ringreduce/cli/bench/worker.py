@@ -4,8 +4,8 @@
     worker.py BACKEND SOCKET         is one rank, started by an MPI launcher
 
 Each rank connects to the Unix socket and speaks JSON, an object a line. It opens with {rank, pid, version}; an order
-{collective, dtype, bytes, iterations, call, inputs}, or {step, iterations} as steps.py explains, is answered by
-{times_ns, wrong} or {error}; end of file ends it.
+{collective, dtype, bytes, iterations, call, inputs[, work_us]}, or {step, iterations} as steps.py explains, is answered
+by {times_ns, wrong} or {error}; end of file ends it.
 
 `inputs` is a .npy table of raw bits, shape [ranks + 1, period]: what each rank contributes, repeated over its buffer,
 and in the last row the sum. The values are turned by `call`, so that those of an earlier call show. torch and mpi4py
@@ -233,7 +233,7 @@ def obey(backend: Backend, order: dict[str, Any]) -> dict[str, Any]:
 
     source.fill(0)
     output.fill(0)
-    times = times_ns(backend, call, iterations)
+    times = times_ns(backend, call, iterations, round(order.get("work_us", 0) * 1000))
 
     output.fill(~BITS[dtype].type(0))
     for part, values in periods(source, table[backend.rank], 0):
@@ -247,10 +247,21 @@ def obey(backend: Backend, order: dict[str, Any]) -> dict[str, Any]:
     return {"times_ns": times, "wrong": wrong}
 
 
-def times_ns(backend: Backend, call: Call, iterations: int) -> list[int]:
-    """How long each of so many calls took, back to back, after a barrier and a call that is not timed."""
+def times_ns(backend: Backend, call: Call, iterations: int, work_ns: int = 0) -> list[int]:
+    """How long each of so many calls took, after a barrier and a call that is not timed: back to back, or each after
+    work of so much CPU time."""
     backend.barrier()
     call()
+    if work_ns:
+        times = []
+        for _ in range(iterations):
+            end = time.thread_time_ns() + work_ns
+            while time.thread_time_ns() < end:
+                pass
+            begun = time.perf_counter_ns()
+            call()
+            times.append(time.perf_counter_ns() - begun)
+        return times
     marks = [time.perf_counter_ns()]
     for _ in range(iterations):
         call()

@@ -104,7 +104,7 @@ class Questions:
             except OSError as error:
                 turn = self._turn_to_next if self._failover is None else self._turn_to_replica
                 if not turn(server, deadline):
-                    raise ServerLost(f"{name} has ended: {error}", server) from None
+                    raise ServerLost(f"{name} is lost to this worker: {error}", server) from None
                 continue
             if "error" in answer:
                 kind, text = answer["error"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -42,7 +43,8 @@ class Snapshot:
     """The folder until it is complete."""
 
     def done(self) -> bool:
-        """Returns whether it is complete. Raises `ServerLost`, and `SystemFailure` if a part could not be written."""
+        """Returns whether it is complete. Raises `ServerLost`, and `SystemFailure` if a part could not be written, once
+        all parts have ended; then nothing is left of it."""
         question, deadline = {"ask": "snapshot state", "folder": self.folder}, self.through.deadline(None)
         try:
             states = [self.through.questions.ask(server, question, deadline) for server in range(self.through.servers)]
@@ -53,10 +55,13 @@ class Snapshot:
                 f"the snapshot {self.folder} stays incomplete: a server has ended while it wrote its part, or has "
                 "written many others since; begin another one"
             ) from None
+        if not all(state["done"] for state in states):  # of one that has failed, too
+            return False
         for server, state in enumerate(states):
             if state["fault"]:
+                shutil.rmtree(self.folder, ignore_errors=True)
                 raise SystemFailure(f"the snapshot {self.folder} of server {server}: {state['fault']}", server)
-        return all(state["done"] for state in states)
+        return True
 
     def wait(self, timeout: Timeout = None) -> Path:
         """Waits until it is complete; returns its folder. `timeout` is in seconds (default: that of `join`). Raises
@@ -72,9 +77,13 @@ def begin(calls: Calls, path: Path, deadline: float) -> Snapshot:
     if not calls.client.drain(timeout=max(0.0, deadline - time.monotonic())):
         raise CollectiveTimeout("snapshot: what this worker has pushed was not applied in time")
     folder = f"{path}.partial-{secrets.token_hex(4)}"
-    for server in range(calls.servers):
-        question = {"ask": "snapshot", "folder": folder, "part": f"{server}-of-{calls.servers}"}
-        calls.questions.ask(server, question, deadline)
+    try:
+        for server in range(calls.servers):
+            question = {"ask": "snapshot", "folder": folder, "part": f"{server}-of-{calls.servers}"}
+            calls.questions.ask(server, question, deadline)
+    except BaseException:  # servers that have begun cannot complete it, since their files have no names any more
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     return Snapshot(calls, path, folder)
 
 

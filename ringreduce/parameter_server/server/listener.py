@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ringreduce.common.descriptors import above_streams, make_above_streams
-from ringreduce.common.system import WANTS, explained
+from ringreduce.common.system import WANTS, explained, start
 from ringreduce.errors import RingReduceError, SystemFailure
 from ringreduce.network.listener import Door
 from ringreduce.network.local import check_user, close_all
@@ -81,6 +81,12 @@ def name_in(hello: dict[str, Any]) -> str:
     return f"{hello['host']}, pid {int(hello['pid'])}"
 
 
+def _tell_shortage(error: Exception, what: str = "") -> None:
+    """In the log, if this process has run out of something; otherwise the other end is the reason."""
+    if isinstance(error, OSError) and error.errno in WANTS:
+        log.warning("the door of process %d%s: %s", os.getpid(), what, explained(error))
+
+
 class Listener:
     """Accepts connections until `close`. Connections of partners, and of other hosts, are handed to its thread."""
 
@@ -99,7 +105,7 @@ class Listener:
         self._dialers: dict[int, DataConnections] = {}
         self.is_closing = False
         self._thread = threading.Thread(target=self._run, name="ringreduce door", daemon=True)
-        self._thread.start()
+        start(self._thread)
 
     def open(self, door: Door, number: int, secret: bytes, dead_after: int) -> None:
         """Opens `door` for workers and servers on other hosts."""
@@ -113,9 +119,13 @@ class Listener:
     def adopt(self, connection: Connection) -> None:
         """Hands a connection to the thread."""
         connection.socket.settimeout(1.0)
-        with contextlib.suppress(BlockingIOError), self.changed:
+        with contextlib.suppress(BlockingIOError, BrokenPipeError), self.changed:  # it is awake, or at its end
             self._arrived.append(connection)
-            self._wake.send(b"a")
+            try:
+                self._wake.send(b"a")
+            except OSError as error:
+                _tell_shortage(error)
+                raise
 
     def _arrive(self, number: int, descriptor: int, path: str) -> None:
         """Takes a connection from another host. The first one of each dialer is for control messages."""
@@ -158,8 +168,7 @@ class Listener:
     def stop(self) -> None:
         """Ends the thread and all connections. The addresses stay, so others see that this process is there."""
         self.is_closing = True
-        with contextlib.suppress(BlockingIOError):
-            self._wake.send(b"x")
+        self._wake.shutdown(socket.SHUT_WR)  # which wakes the thread, and needs no memory
         self._thread.join()
 
     def close(self) -> None:
@@ -216,8 +225,9 @@ class Listener:
         try:
             check_user(accepted)
             accepted.send(connection.nonce)
-        except OSError:
+        except OSError as error:
             accepted.close()
+            _tell_shortage(error)
             return
         self._register(selector, [connection])
 
@@ -241,8 +251,7 @@ class Listener:
                     for message in connection.data.arriving.take(connection.socket):
                         self._respond(connection, message, [])
         except (OSError, RingReduceError) as error:
-            if isinstance(error, OSError) and error.errno in WANTS:
-                log.warning("the door of process %d ends a connection: %s", os.getpid(), explained(error))
+            _tell_shortage(error, " ends a connection")
             self._process.has_ended(connection)
             selector.unregister(connection.socket)
             self._forget(connection)

@@ -67,8 +67,6 @@ class ReplicaManager:
             self._poked.wait(_SOON if soon else _LOOK)
             self._poked.clear()
             try:
-                if self._local.replication is not None:
-                    self._local.replication.catch_up()
                 if not soon:  # no requests to the store while a backup takes over
                     self._directory.processes()  # newcomers
                 with self._looking:
@@ -87,6 +85,8 @@ class ReplicaManager:
             self._grant(*self._wishes.pop())
         for number, shard in list(self._local.shards.items()):
             if shard.server.has_ended:
+                if not self._backups:
+                    self._local.failed = number
                 self._local.drop(number, shard)
             elif shard.server.is_heir:
                 if not (self._backups and self._have_backup(number)) and not self._closing:

@@ -81,6 +81,7 @@ class ServerProcess:
         """Servers that have left their blocks to their backups, and wait for these to serve."""
         self.is_leaving = False
         self.manager: Manager | None = None  # closed before the servers are
+        self.failed: int | None = None  # a server that has ended here, of which there is no backup
         self.on_change: Callable[[], None] = lambda: None
         """Called by the door's thread when a server or a backup has ended."""
         self._own = next(iter(self.shards.values()), None) or Shard(1 << 12, functions)
@@ -250,11 +251,16 @@ class ServerProcess:
         return list(staying.values())
 
     def wait_until_served(self, timeout: float | None) -> bool:
-        """Waits until workers have come and all have gone; returns False after `timeout` seconds (None: no limit)."""
+        """Waits until workers have come and all have gone; returns False after `timeout` seconds (None: no limit).
+        Raises `SystemFailure` if the server has failed, and nobody takes over."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
+            if self.failed is not None:
+                why = f"server {self.failed} of process {os.getpid()} has failed, as the log says"
+                raise SystemFailure(f"{why}; start it again, from a snapshot if there is one")
             served = self._served  # read before _staying(), which sets it when a worker comes
-            if not self._staying() and served:
+            ended = any(shard.server.has_ended for shard in list(self.shards.values()))  # the manager will say why
+            if not self._staying() and served and (self.listener.is_closing or not ended):
                 return True
             if time.monotonic() >= deadline:
                 return False

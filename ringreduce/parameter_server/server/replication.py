@@ -50,11 +50,14 @@ class Replication:
         self._changing = threading.Lock()
         self._known: dict[Shard, Standing] = {}
         self._closing = False
-        self._postponed: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._silences: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.on_change: Callable[[], None] = lambda: None  # called when somebody goes on
+        # When somebody is silent, it may be too late to start a thread.
+        system.start(threading.Thread(target=self._run, name="ringreduce replication", daemon=True))
 
     def close(self) -> None:
         self._closing = True
+        self._silences.put(None)
 
     def begin(self, number: int, shard: Shard) -> None:
         """A server that begins here."""
@@ -87,10 +90,13 @@ class Replication:
             hello: dict[str, Any] = {"backup": True, "of": number, "capacity": shard.server.capacity}
             hello |= {"view": after.text(), "since": known.view.number}
             answer, _ = doors.ask(reached.control, hello)
-            on_silence = functools.partial(self._later, self._break_off, shard, number, backup, link)
-            shard.server.lead_far(on_silence, str(answer["name"]))
-            for descriptor, path in reached.take():
-                shard.server.connect_partner(descriptor, path)
+            shard.server.lead_far(self._later(self._break_off, shard, number, backup, link), str(answer["name"]))
+            try:
+                for descriptor, path in reached.take():
+                    shard.server.connect_partner(descriptor, path)
+            except BaseException:  # the server would wait for what a backup without a connection confirms
+                shard.server.abandon_backup()
+                raise
         self._wait_for(lambda: shard.server.backup_follows or link.is_broken)
         with self._changing:
             found = self._known.get(shard) if link.is_broken else self._change(shard, number, known.view, after)
@@ -146,18 +152,27 @@ class Replication:
     def hand_over(self, number: int, shard: Shard) -> bool:
         """Lets a server here leave its blocks to its backup, the designated primary. False: that has been lost."""
         server = shard.server
-        with contextlib.suppress(InvalidArgument):  # it has none any more
+        in_the_end: Callable[[], None] | None = server.unfreeze
+        try:
             until = server.freeze()
             self._wait_for(lambda: not server.has_backup or server.confirmed >= until)
             with self._changing:
                 known = self._known[shard]
                 if server.has_backup and known.has_backup:
-                    found = self._change(shard, number, known.view, known.view.swapped())
-                    if found is not None and found.view == known.view.swapped():
-                        server.leave_to_backup()
-                        return True
-            server.unfreeze()
-        return False
+                    try:
+                        found = self._change(shard, number, known.view, known.view.swapped())
+                        if found is not None and found.view == known.view.swapped():
+                            server.leave_to_backup()
+                            in_the_end = None
+                    except MemoryError:  # the store may have the new view: only the backup can serve, which takes over
+                        in_the_end = server.stop
+                        raise
+        except InvalidArgument:
+            pass  # it has no backup any more
+        finally:
+            if in_the_end is not None:
+                in_the_end()
+        return in_the_end is None
 
     def follow(self, number: int, shard: Shard, view: str, since: int, earlier: Shard | None) -> None:
         """Makes `shard` the backup that `view` names. Raises `InvalidArgument` if an earlier one here knows better."""
@@ -166,7 +181,7 @@ class Replication:
             raise InvalidArgument(f"server {number} has been replaced by one that this process knows")
         assert its.backup is not None
         self._known[shard] = Standing(its.backup, its)
-        shard.follow_far(lambda: self._later(self._decide, shard, number, its.server))
+        shard.follow_far(self._later(self._decide, shard, number, its.server))
 
     def _check_open(self) -> None:
         if self._closing:
@@ -175,35 +190,28 @@ class Replication:
     def _wait_for(self, is_so: Callable[[], bool]) -> None:
         while not is_so():
             self._check_open()
-            self.catch_up()  # the manager's thread, which would do that, may be the one that waits here
             time.sleep(_LOOK)
 
-    def _later(self, what: Callable[..., None], *arguments: object) -> None:
-        """Called by a server's thread, which must not wait."""
-        if self._closing:
-            return
-        try:
-            system.start(threading.Thread(target=what, args=arguments, daemon=True))
-        except SystemFailure as error:  # the manager's thread does it
-            log.warning("process %d: %s", os.getpid(), error)
-            self._postponed.put(lambda: what(*arguments))
-            self.on_change()
+    def _later(self, decide: Callable[..., None], *arguments: object) -> Callable[[str], None]:
+        """What a server's thread, which must not wait, calls with a reason: this object's thread decides."""
+        return lambda why: self._silences.put(functools.partial(decide, *arguments, why))
 
-    def catch_up(self) -> None:
-        """Does what no thread could be started for."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._postponed.get_nowait()()
+    def _run(self) -> None:
+        while (decision := self._silences.get()) is not None:
+            try:
+                decision()
+            except Exception:
+                log.exception("deciding who goes on, in process %d", os.getpid())
 
-    def _break_off(self, shard: Shard, number: int, backup: Replica, link: _Link) -> None:
+    def _break_off(self, shard: Shard, number: int, backup: Replica, link: _Link, why: str) -> None:
         """A server does not hear its backup."""
         with self._changing:
             link.is_broken = True
             counts = link.counts
         if counts:
-            self._decide(shard, number, backup)
+            self._decide(shard, number, backup, why)
 
-    def _decide(self, shard: Shard, number: int, other: Replica) -> None:
+    def _decide(self, shard: Shard, number: int, other: Replica, why: str) -> None:
         """Whether this one goes on without the other, which it does not hear."""
         with self._changing:
             known = self._known.get(shard)
@@ -217,7 +225,7 @@ class Replication:
             with contextlib.suppress(RingReduceError):  # it has been stopped
                 shard.server.decided(goes_on)
         if shard.has_workers() if goes_on else not leaves:  # otherwise the other one has left, as all have
-            self._say(number, was_backup, goes_on)
+            self._say(number, was_backup, goes_on, why)
         self.on_change()
 
     def _change(self, shard: Shard, number: int, before: View, after: View) -> Standing | None:
@@ -238,12 +246,13 @@ class Replication:
         return None
 
     @staticmethod
-    def _say(number: int, was_backup: bool, goes_on: bool) -> None:
+    def _say(number: int, was_backup: bool, goes_on: bool, why: str = "") -> None:
         here = f"in this process (pid {os.getpid()})"
         if goes_on and was_backup:
-            log.warning("server %d has ended or cannot be reached: its backup, %s, takes over", number, here)
+            log.warning("server %d has ended or cannot be reached: its backup, %s, takes over (%s)", number, here, why)
         elif goes_on:
-            log.warning("the backup of server %d has ended or cannot be reached: it goes on, and gets another", number)
+            text = "the backup of server %d has ended or cannot be reached: it goes on, and gets another (%s)"
+            log.warning(text, number, why)
         elif was_backup:
             log.warning("server %d goes on without its backup %s", number, here)
         else:

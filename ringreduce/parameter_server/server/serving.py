@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from ringreduce.common.system import explained
 from ringreduce.coordination.store import once
 from ringreduce.errors import SystemFailure
 from ringreduce.parameter_server.arguments import Timeout, path_of, seconds
 from ringreduce.parameter_server.server.process import ServerProcess
 from ringreduce.parameter_server.server.shard import Shard
-from ringreduce.parameter_server.server.snapshots import Saving
+from ringreduce.parameter_server.server.snapshots import Saving, complete
 from ringreduce.parameter_server.snapshot_files import file_of
 
 
@@ -25,9 +28,9 @@ class Serving:
         self._local, self._servers, self._store = local, servers, store
         self.number = number
         self._taken = taken
-        self._saving: list[Saving] = []
-        self._parts = len(local.serving())
-        """The number of servers here when it was last looked: those that began here, and backups that took over."""
+        self._saving: dict[int, Saving] = {}
+        self._parts = set(local.serving())
+        """The servers here when it was last looked: those that began here, and backups that took over."""
 
     def wait(self, timeout: Timeout = None) -> bool:
         """Waits until workers have come and all have left; returns False after `timeout` seconds (None: no limit)."""
@@ -67,7 +70,7 @@ class Serving:
     def may_ask(self) -> bool:
         """Whether another snapshot may be asked for: all servers have ended with their parts of the latest one."""
         asked = int(self._store.add("snapshots", 0))
-        return asked == 0 or int(self._store.add(f"snapshot {asked} ended", 0)) >= self._servers
+        return asked == 0 or self._all_ended(asked)
 
     def take_snapshots(self, folder: str | os.PathLike[str], *, last: int = 0) -> int:
         """Begins the parts of this process's servers of the next snapshot that was asked for, unless one is under way.
@@ -79,16 +82,16 @@ class Serving:
         all).
 
         Raises `SystemFailure` or `InvalidArgument` if a part could not be written. The next call then goes on with the
-        next snapshot, or tries the `last` one again.
+        next snapshot, or tries the `last` one again. Nothing is left of the one that failed, once all have ended it.
         """
         if self._saving:
-            if not all(saving.done.is_set() for saving in self._saving):
+            if not all(saving.done.is_set() for saving in self._saving.values()):
                 return self._taken - 1
-            done, self._saving = self._saving, []
-            errors = [saving.error for saving in done if saving.error]
-            self._end_parts(len(done), bool(errors), last)
+            done, self._saving = self._saving, {}
+            errors = [f"{saving.path}: {saving.error}" for saving in done.values() if saving.error]
+            self._end_parts(done, bool(errors), folder, last)
             if errors:
-                raise SystemFailure(f"the snapshot {done[0].path}: {errors[0]}")
+                raise SystemFailure(f"the snapshot {errors[0]}")
         shards = self._serving(folder)
         self._taken = max(self._taken, last - 1)
         if any(shard.is_saving() for shard in shards.values()):
@@ -96,42 +99,62 @@ class Serving:
         if self._taken >= (last or self._store.add("snapshots", 0)):
             return self._taken
         self._taken += 1
-        target = f"{self.snapshot_path(folder, self._taken)}.partial-serve"
+        target = self.unfinished(folder, self._taken)
         try:
             for number, shard in shards.items():
                 part = f"{number}-of-{self._servers}"
-                if not Path(target, file_of(part)).exists():  # else the server wrote it before it ended
-                    self._saving.append(shard.save(target, part))
-        except BaseException:
+                if (target / file_of(part)).exists():  # from before the server ended, or the snapshot was incomplete
+                    complete(target, self._servers)
+                else:
+                    self._saving[number] = shard.save(str(target), part)
+            if there := shards.keys() - self._saving:
+                self._end_parts(there, False, folder, last)
+        except BaseException as error:
             if not self._saving and any(shard.is_saving() for shard in shards.values()):
                 self._taken -= 1  # a worker has just asked for a snapshot, which goes first
                 return self._taken
-            self._saving = []  # parts that have begun go on, but the snapshot stays incomplete
-            self._end_parts(len(shards), True, last)
+            self._saving = {}  # parts that have begun go on, but the snapshot stays incomplete
+            self._end_parts(shards, True, folder, last)
+            if isinstance(error, OSError):
+                raise SystemFailure(f"the snapshot {target}: {explained(error)}") from None
             raise
         return self._taken - 1
 
     def _serving(self, folder: str | os.PathLike[str]) -> dict[int, Shard]:
         """Returns the servers that are served here, by number. If there are more than before, backups have taken over.
-        Then the latest snapshot goes on if it lacks their parts, and earlier parts of lost servers count as ended."""
+        Then the latest snapshot goes on if only their parts are missing; if not, these count as ended."""
         shards = self._local.serving()
-        if len(shards) < self._parts:  # servers have moved to other processes
-            self._parts = len(shards)
-        if len(shards) > self._parts:
+        if taken_over := shards.keys() - self._parts:
             asked = int(self._store.add("snapshots", 0))
-            self._store.add(f"snapshot {asked} ended", len(shards) - self._parts)
-            self._parts = len(shards)
-            if self._taken and not self.snapshot_path(folder, self._taken).exists():
+            if self._taken and not (self.snapshot_path(folder, self._taken).exists() or self._all_ended(self._taken)):
                 self._taken -= 1
+            if self._taken >= asked:
+                self._say_ended(asked, taken_over)
+        self._parts = set(shards)
         return shards
 
-    def _end_parts(self, parts: int, failed: bool, last: int) -> None:
-        """Tells the store that parts have been written or have failed. Not for the last snapshot, since the store may
-        have ended then; if that fails, it is tried again."""
-        if not last:
-            self._store.add(f"snapshot {self._taken} ended", parts)
-        elif failed and self._taken == last:
-            self._taken -= 1
+    def _end_parts(self, parts: Iterable[int], failed: bool, folder: str | os.PathLike[str], last: int) -> None:
+        """Tells the store that parts have been written or have failed, and removes what is left of the snapshot if all
+        have ended: nothing is, unless a part has failed. Not for the last snapshot, since the store may have ended
+        then; if that fails, it is tried again."""
+        if last:
+            self._taken -= int(failed and self._taken == last)
+            return
+        self._say_ended(self._taken, parts)
+        if self._all_ended(self._taken):
+            shutil.rmtree(self.unfinished(folder, self._taken), ignore_errors=True)
+
+    def _say_ended(self, number: int, parts: Iterable[int]) -> None:
+        for part in parts:
+            self._store.set(f"snapshot {number} ended/{part}", "")
+
+    def _all_ended(self, number: int) -> bool:
+        return bool(self._store.check([f"snapshot {number} ended/{part}" for part in range(self._servers)]))
+
+    def unfinished(self, folder: str | os.PathLike[str], number: int) -> Path:
+        """Returns the folder of a snapshot until it is complete."""
+        path = self.snapshot_path(folder, number)
+        return path.with_name(f"{path.name}.partial-serve")
 
     def snapshot_path(self, folder: str | os.PathLike[str], number: int) -> Path:
         """Returns the folder of a snapshot. Its name has the time of the first one, then the number, to sort by."""

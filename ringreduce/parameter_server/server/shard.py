@@ -54,7 +54,7 @@ class Shard:
         self.server.follow(**partner)
         self._follows = self._is_backup = True
 
-    def follow_far(self, on_silence: Callable[[], None]) -> None:
+    def follow_far(self, on_silence: Callable[[str], None]) -> None:
         """Makes it the backup of a server that is reached by TCP."""
         self.server.follow_far(on_silence)
         self._follows = self._is_backup = True

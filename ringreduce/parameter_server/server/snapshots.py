@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import secrets
 import threading
 import time
 from pathlib import Path
@@ -61,7 +62,9 @@ class Saving:
                 "blocks": json.dumps([saved.described for saved in self._blocks.values()]),
             }
             self.path.mkdir(parents=True, exist_ok=True)
-            self._writer = Writer(self.path / f"{self._name}.part", tensors, metadata)
+            # A server that was killed, or replaced while it writes, may have a file of this part here, too.
+            self._unfinished = self.path / f"{self._name}.{secrets.token_hex(4)}.part"
+            self._writer = Writer(self._unfinished, tensors, metadata)
             try:
                 system.start(threading.Thread(target=self._run, name="ringreduce snapshot", daemon=True))
             except BaseException:
@@ -70,9 +73,11 @@ class Saving:
                 raise
         except (OSError, RuntimeError) as error:
             server.end_snapshot()
+            with contextlib.suppress(OSError):  # other servers may have files in it
+                self.path.rmdir()
             if isinstance(error, RingReduceError):
                 raise
-            raise SystemFailure(f"the snapshot {folder}: {error}") from None
+            raise SystemFailure(f"the snapshot {folder}: {system.explained(error)}") from None
         except BaseException:
             server.end_snapshot()
             raise
@@ -97,10 +102,10 @@ class Saving:
                     self._blocks[piece[0]].write(self._writer, *piece[1:])
                 self._rest()
             self._writer.finish(self._rest)
-            (self.path / f"{self._name}.part").rename(self.path / self._name)
-            _complete(self.path, int(self._part.rpartition("-")[2]))
+            self._unfinished.rename(self.path / self._name)
+            complete(self.path, int(self._part.rpartition("-")[2]))
         except Exception as failed:
-            error = f"{type(failed).__name__}: {failed}"
+            error = system.explained(failed)
             self._writer.remove()
         finally:
             self._writer.close()
@@ -156,7 +161,7 @@ class _Saved:
             begin = end
 
 
-def _complete(folder: Path, servers: int) -> None:
+def complete(folder: Path, servers: int) -> None:
     """Completes the snapshot if all its files are there. Two servers may do this at the same time."""
     files = files_of(servers)
     final = folder.with_name(folder.name.rpartition(".partial-")[0])
@@ -169,11 +174,17 @@ def _complete(folder: Path, servers: int) -> None:
         headers = {file: reader.digest for file, reader in readers.items()}
         index = {"metadata": {"format": FORMAT, "total_size": size, "files": headers}, "weight_map": names}
         part = folder / f"{INDEX}.{os.getpid()}.{threading.get_native_id()}"
-        with open(part, "x", opener=open_above_streams) as file:
-            json.dump(index, file)
-            file.flush()
-            os.fsync(file.fileno())
-        part.rename(folder / INDEX)
+        try:
+            with open(part, "x", opener=open_above_streams) as file:
+                json.dump(index, file)
+                file.flush()
+                os.fsync(file.fileno())
+            part.rename(folder / INDEX)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
+        for unfinished in folder.glob("*.part"):
+            unfinished.unlink(missing_ok=True)
         _sync(folder)
         folder.rename(final)
         _sync(final.parent)

@@ -3,13 +3,13 @@
 #include <utility>
 
 #include "core/descriptors.h"
-#include "parameter_server/client/client-inl.h"
+#include "parameter_server/client/known_servers.h"
 
 namespace ringreduce::parameter_server {
 
 // Reads all News; returns whether there were any. A worker is told of a server before it is told of that server's
 // backup. So if News of another backup arrives while one is known, the known one has taken over already.
-bool Client::take_news() {
+bool KnownServers::take_news() {
   bool any = false;
   for (std::optional<Received> message; news_.get() >= 0 && (message = receive_message(news_.get())); any = true) {
     News news;
@@ -33,7 +33,7 @@ bool Client::take_news() {
 }
 
 // Turns from a server that has ended to its backup, as often as the backup serves and has been replaced itself.
-void Client::look_for_next(std::uint32_t server) {
+void KnownServers::look_for_next(std::uint32_t server) {
   take_news();
   Peer& of = peer(server);
   while (of.near->over() && of.backup != nullptr && of.backup->serves()) {
@@ -45,7 +45,7 @@ void Client::look_for_next(std::uint32_t server) {
 
 // Whether a server has ended without a backup that can take over. A backup that this worker has not heard of is not
 // lost: it will send News itself.
-bool Client::is_lost(const Peer& of) const {
+bool KnownServers::is_lost(const Peer& of) const {
   if (!of.near->ended() || of.near->over()) return false;
   const std::uint32_t number = of.near->header().backup.load(std::memory_order_seq_cst);
   return number == 0 || (of.backup != nullptr && of.backup->number == number && of.backup->ended());
@@ -53,7 +53,7 @@ bool Client::is_lost(const Peer& of) const {
 
 // Called when the server has ended and its backup serves. The backup knows which requests the server had taken and
 // answered, so this repeats all unanswered requests with their numbers.
-void Client::turn_to_backup(std::uint32_t server) {
+void KnownServers::turn_to_backup(std::uint32_t server) {
   Peer& to = peer(server);
   const std::vector<Request> again = to.session.unanswered();  // here and below: first what needs memory
   std::string name = to.backup->name;
@@ -67,33 +67,20 @@ void Client::turn_to_backup(std::uint32_t server) {
   to.near->bell().ring();
 }
 
-std::tuple<std::uint32_t, std::string, std::string> Client::served_by(std::uint32_t server, std::uint32_t known,
-                                                                      Nanoseconds timeout) {
-  Hold hold(*this);
-  const Peer& of = peer(server);
-  const auto is_known = [&] { return of.alive && of.near != nullptr && of.near->turn == known; };
-  wait_until(hold, timeout, [&] {
-    if (!is_known()) return true;
-    return !of.near->ended() && of.near->header().backup.load(std::memory_order_seq_cst) == 0;  // nobody will follow
-  });
-  if (is_known() && of.backup != nullptr) return {known, of.backup->name, ""};
-  return {of.alive && of.near != nullptr ? of.near->turn : known, of.name, of.near == nullptr ? "" : of.near->address};
-}
-
-bool Client::is_near(std::uint32_t server) const {
+bool KnownServers::is_near(std::uint32_t server) const {
   const Lock lock(mutex_);
   return peer(server).near != nullptr;
 }
 
 // ---- Backups that are reached by TCP ------------------------------------------------------------------------------
 
-std::uint32_t Client::address_of(std::uint32_t server, std::uint32_t replica) const {
-  return static_cast<std::uint32_t>(server + replica * servers_);
+std::uint32_t KnownServers::address_of(std::uint32_t server, std::uint32_t replica) const {
+  return static_cast<std::uint32_t>(server + replica * peers_.size());
 }
 
-bool Client::may_turn(const Peer& of) const { return !of.next.empty() || seeks_; }
+bool KnownServers::may_turn(const Peer& of) const { return !of.next.empty() || seeks_; }
 
-void Client::seek() {
+void KnownServers::seek() {
   const Lock lock(mutex_);
   seeks_ = true;
   open_wire();
@@ -101,7 +88,7 @@ void Client::seek() {
 
 // If requests have no replica to go to, they go to this one at once. Otherwise it is queued behind the replicas that
 // this worker has not turned to yet: one of those may be the server that this is the backup of.
-void Client::attach_far_backup(std::uint32_t server, const std::string& name, std::uint32_t replica) {
+void KnownServers::attach_far_backup(std::uint32_t server, const std::string& name, std::uint32_t replica) {
   const Lock lock(mutex_);
   Peer& of = peer(server);
   of.next.emplace_back(address_of(server, replica), name);
@@ -109,35 +96,22 @@ void Client::attach_far_backup(std::uint32_t server, const std::string& name, st
   if (of.alive && of.near == nullptr && of.address == kNobody) take_next(of);
 }
 
-void Client::take_next(Peer& of) {
+void KnownServers::take_next(Peer& of) {
   of.address = kNobody;
   if (of.next.empty()) return;
   std::tie(of.address, of.name) = std::move(of.next.front());
   of.next.pop_front();
 }
 
-void Client::give_up(std::uint32_t server, const std::string& why) {
+void KnownServers::give_up(std::uint32_t server, const std::string& why) {
   const Lock lock(mutex_);
   const Peer& of = peer(server);
   if (of.alive && of.near == nullptr && of.address == kNobody) lose(server, why);
 }
 
-std::vector<std::int64_t> Client::asks(std::uint32_t server) {
-  Hold hold(*this);
-  if (wire_ != nullptr) wire_->connections().progress();
-  take_replies();
-  look_for_ended();
-  const Peer& of = peer(server);
-  if (!of.alive) return {};
-  const auto replica = [&](std::uint32_t address) { return static_cast<std::int64_t>(address / servers_); };
-  std::vector<std::int64_t> found{of.address == kNobody ? -1 : replica(of.address)};
-  for (const auto& [address, name] : of.next) found.push_back(replica(address));
-  return found;
-}
-
 // Called when the server has ended or is out of reach. Queues all unanswered requests again, for the next replica if
 // one is known, or until one is. That replica need not have taken over yet.
-void Client::turn_to_far_backup(std::uint32_t server) {
+void KnownServers::turn_to_far_backup(std::uint32_t server) {
   Peer& to = peer(server);
   take_replies();  // the last ones of this server
   std::deque<Item> again;
@@ -160,11 +134,11 @@ void Client::turn_to_far_backup(std::uint32_t server) {
 }
 
 // Handles servers and backups that are out of reach.
-void Client::take_lost() {
+void KnownServers::take_lost() {
   if (wire_ == nullptr) return;
   ran_out_ |= wire_->has_run_out();
   for (const auto& [address, why] : wire_->take_lost()) {
-    const auto server = static_cast<std::uint32_t>(address % servers_);
+    const auto server = static_cast<std::uint32_t>(address % peers_.size());
     Peer& of = *peers_[server];
     std::erase_if(of.next, [&](const auto& each) { return each.first == address; });
     if (!of.alive || of.near != nullptr || of.address != address) continue;
@@ -173,6 +147,11 @@ void Client::take_lost() {
     else
       lose(server, why);
   }
+}
+
+void KnownServers::turn_if_ended(std::uint32_t server) {
+  const Peer& of = peer(server);
+  if (may_turn(of) && of.near != nullptr && of.near->ended()) turn_to_far_backup(server);
 }
 
 }  // namespace ringreduce::parameter_server
