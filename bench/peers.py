@@ -3,19 +3,25 @@
     python bench/peers.py --setup-only                        install the MPI libraries beside this file, once
     python bench/peers.py --json peers.json                   everything: 2 to 16 ranks, 8 B to 256 MB; takes hours
     python bench/peers.py --ranks 2 --collectives all_reduce --sizes 64 32K 1M 64M --backends ringreduce-shared impi
+    python bench/peers.py --ranks 4 --collectives all_reduce --sizes 64 1M --beside 2 --nice 10    on a machine in use
+    python bench/peers.py --ranks 2 --collectives all_reduce --sizes 64 1M --work 20    in a program that computes
 
 Every backend is a team of processes (peer_team.py) that lives through all rows of a rank count and sleeps on a socket
 while another team measures. dist.* and direct calls on torch tensors, mpi4py on NumPy arrays, one CPU thread per rank;
 all memory is NumPy's, so it has huge pages where the kernel gives them on request. all_reduce and broadcast work in
 place. A batch: barrier, an untimed call, --batch-time seconds of timed calls back to back, 3 at least; its figure is
 the median over the calls of the slowest rank's time. Teams take turns, batch by batch, row by row, round by round; a
-row's figure is the median of --rounds.
+row's figure is the median of --rounds. --beside: meanwhile, so many other processes compute all the time, at a priority
+lower by --nice. Then a batch's mean counts, in which are the calls that waited for a core. --work: before each call a
+rank computes for so many microseconds of its CPU time, which count neither for the figures nor for --batch-time.
 
     bytes    the largest buffer of a rank, as in nccl-tests: all_gather's output, reduce_scatter's input or the tensor
     NAME     of a backend: microseconds. ringreduce is the direct call, ringreduce-dist that of torch.distributed,
              ringreduce-shared the direct one on tensors of ringreduce.empty, and ringreduce-allocated on those of
              torch.empty after ringreduce.share_allocations()
     x best   the best peer's median over that of the first of ours. x gloo: the same of Gloo
+    mean     of NAME, with --beside or --work: of the calls of a batch, on the rank where it is the longest. x best
+             mean: as above
     limit    reading each input byte once and writing each output byte once, at the rate at which min(ranks, cores)
              processes copy private buffers of the row's size at the same time, in the same round, by the faster kind of
              copy; none below 32 KiB, where a copy takes less time than its call
@@ -34,10 +40,11 @@ import mmap
 import os
 import socket
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -114,17 +121,38 @@ def copy_rate(answers: Sequence[dict[str, Any]], size: int) -> float:
     return sum(2 * size / float(statistics.median(answer["times_ns"])) for answer in answers)
 
 
-def make_row(tally: Tally, cases: Sequence[str]) -> dict[str, Any]:
+def compute_beside(count: int, nice: int, stack: contextlib.ExitStack) -> None:
+    """Start so many processes that compute until `stack`, or this process, ends."""
+    program = f"import os; os.nice({nice})\nwhile os.getppid() == {os.getpid()}: sum(range(1_000_000))"
+    for _ in range(count):
+        stack.callback(stack.enter_context(subprocess.Popen([sys.executable, "-c", program])).kill)
+
+
+def of_ours(us: Mapping[str, float]) -> float | None:
+    """The first of ours."""
+    return next((us[name] for name in OURS if name in us), None)
+
+
+def best_peer(us: Mapping[str, float]) -> tuple[str, float] | None:
+    """Its name, and how many times as long as ours it takes."""
+    best, ours = min((name for name in PEERS if name in us), key=lambda name: us[name], default=None), of_ours(us)
+    return (best, us[best] / ours) if best and ours else None
+
+
+def make_row(tally: Tally, cases: Sequence[str], with_means: bool) -> dict[str, Any]:
     """The row of what its rounds found."""
     layout, size, us = tally.layout, tally.size, tally.median_us
     row: dict[str, Any] = {"collective": layout.collective, "ranks": layout.ranks, "bytes": size, **us}
     if cases:
         row["shared"] = f"{cases.count(SHARED)} of {len(cases)}"
-    ours = us.get(next((name for name in OURS if name in us), ""))
-    best = min((name for name in PEERS if name in us), key=lambda name: us[name], default=None)
-    if best and ours:
-        row |= {"best peer": best, "x best": us[best] / ours}
-    if "gloo" in us and ours:
+    if found := best_peer(us):
+        row |= {"best peer": found[0], "x best": found[1]}
+    if with_means:
+        means = {name: statistics.median(each) for name, each in tally.means_us.items()}
+        row |= {f"mean {name}": mean for name, mean in means.items()}
+        if found := best_peer(means):
+            row["x best mean"] = found[1]
+    if "gloo" in us and (ours := of_ours(us)):
         row["x gloo"] = us["gloo"] / ours
     rates = [statistics.median(rates) for rates in tally.copy_gbs.values()]
     if rates and size >= LEAST_LIMIT:
@@ -164,6 +192,8 @@ def measure(
     sizes: Sequence[int],
     rounds: int,
     batch_time: float,
+    work: float,
+    with_means: bool,
     notes: list[str],
 ) -> Iterator[dict[str, Any]]:
     """All rows of a collective and rank count. Teams that fail leave `teams`, and `notes` says so.
@@ -186,6 +216,7 @@ def measure(
             "bytes": tally.size,
             "call": next(CALLS),
             "inputs": str(inputs),
+            "work_us": work,
         }
 
     played = take_turns(
@@ -201,7 +232,7 @@ def measure(
         print(f"{collective}, {ranks} ranks: round {turn} of {rounds} done", file=sys.stderr, flush=True)
         if turn < rounds and (found := probe()):
             cases.append(found["case"])
-    yield from (make_row(tally, cases) for tally in tallies)
+    yield from (make_row(tally, cases, with_means) for tally in tallies)
 
 
 def probe() -> dict[str, Any] | None:
@@ -276,9 +307,14 @@ def peers(
     backends: tuple[Backend, ...] = DEFAULT,
     rounds: int = 5,
     batch_time: float = 0.1,
+    beside: int = 0,
+    nice: int = 0,
+    work: float = 0.0,
 ) -> Iterator[dict[str, Any]]:
-    if min(ranks) < 2 or rounds < 1 or batch_time <= 0 or min(sizes) < 4:
-        raise harness.CannotRun("need 2 --ranks, 1 of --rounds and --sizes of 4 B, or more, and --batch-time above 0")
+    if min(ranks) < 2 or rounds < 1 or batch_time <= 0 or min(sizes) < 4 or min(beside, nice, work) < 0:
+        raise harness.CannotRun(
+            "need 2 --ranks, 1 of --rounds and --sizes of 4 B, or more, --batch-time above 0, and no negative number"
+        )
     names = [name for name in (*OURS, *PEERS) if name in backends]
     failed = install_all([name for name in names if name in MPIS])
     yield from ({"note": reason} for reason in failed.values())
@@ -292,8 +328,10 @@ def peers(
             teams = open_teams(names, count, folder, stack, notes)
             yield {"header": {f"{team.name} is": team.version for team in teams if team.name in MPIS}}
             inputs = write_inputs(folder, DTYPE, count)
+            compute_beside(beside, nice, stack)
+            means = beside + work > 0
             for collective in collectives:
-                yield from measure(collective, count, teams, inputs, sizes, rounds, batch_time, notes)
+                yield from measure(collective, count, teams, inputs, sizes, rounds, batch_time, work, means, notes)
             yield from ({"note": note} for note in notes)
 
 
