@@ -19,7 +19,7 @@ export MAX_JOBS ?= $(JOBS)
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help build demo faults test test-rest test-all conformance ecosystem lint docs compilers format stress aarch64 bench-micro \
-  cuda gpu gpu-bundle soak soak-elastic wheel test-wheel test-readme clean distclean
+  cuda gpu gpu-bundle soak soak-elastic soak-growth wheel test-wheel test-readme clean distclean
 
 help:
 	@echo 'make demo      build, train a model on 2 ranks, compare ring, tree, direct and Gloo, plan rings over links'
@@ -46,6 +46,7 @@ help:
 	@echo 'make bench-micro  what single functions take, beside the run before; build/benchmarks keeps the figures'
 	@echo 'make soak      its mixed load for SOAK_SECONDS ($(SOAK_SECONDS)) under each sanitizer; then as long, trainings whose'
 	@echo '               ranks are killed, stopped and started again at random (soak-elastic: only these)'
+	@echo '               soak-growth: for hours, as root, what grows with calls, groups, views and pushes (SCALE=0.01: less)'
 	@echo 'make build     set up $(VENV), compile csrc, install in place'
 	@echo 'make wheel     a wheel and an sdist in dist/, for the torch of $(VENV);'
 	@echo '               TORCHS="2.11.0 2.13.0": for these versions, whose wheels pip downloads'
@@ -231,8 +232,9 @@ if unavailable():
 endef
 export NO_NAMESPACES
 
-# On one host: what needs no other processes first, then real ranks and real faults.
-HERE := tests/unit tests/parameter_server tests/distributed tests/frameworks tests/shortage
+# On one host. tests/shortage is one long file, beside which all others run; then what needs no other processes, then
+# real ranks and real faults.
+HERE := tests/shortage tests/unit tests/parameter_server tests/distributed tests/frameworks
 
 # What tests have in C++, compiled before they run: tests/stand_in/build.py says what `all` adds.
 build/stand_in/.some build/stand_in/.all: build/stand_in/.%: $(VENV)/.built tests/stand_in/build.py \
@@ -423,6 +425,11 @@ soak:
 	@echo "== mixed load under AddressSanitizer and UBSan, $(SOAK_SECONDS) s =="
 	build/stress_asan $(SOAK_SECONDS)
 	@+$(MAKE) --no-print-directory soak-elastic
+
+# Some hours; SCALE=0.01 ONLY="calls worlds": a hundredth of two of its loads.
+soak-growth: build $(VENV)/.test-tools
+	@echo "== whether anything grows =="
+	cd tests && PYTHONPATH=../bench $(abspath $(PY)) -m soak $(if $(SCALE),--scale $(SCALE)) $(if $(ONLY),--only $(ONLY))
 
 soak-elastic: build $(VENV)/.test-tools
 	@echo "== changing groups: kills, stops and joins at random, $(SOAK_SECONDS) s =="
