@@ -13,13 +13,14 @@ import logging
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing import connection, forkserver
 from pathlib import Path
@@ -64,6 +65,41 @@ def free_ports(count: int) -> list[int]:
                 stack.enter_context(socket.create_server(("127.0.0.1", port)))
                 ports.append(port)
         return ports
+
+
+def until(holds: Callable[[], object], what: str = "it", seconds: float = 60.0) -> None:
+    """Returns when `holds()` is true; fails after so many seconds."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, f"{what} did not happen"
+        time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def limited(kind: int, most: int) -> Iterator[None]:
+    """Of this process: `resource.RLIMIT_NOFILE`, say."""
+    before, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, (before, hard))
+
+
+@contextlib.contextmanager
+def no_descriptors(most: int) -> Iterator[None]:
+    """All of `most` descriptors are taken."""
+    with contextlib.ExitStack() as taken, limited(resource.RLIMIT_NOFILE, most):
+        with contextlib.suppress(OSError):
+            while True:
+                taken.callback(os.close, os.dup(0))
+        yield
+
+
+def no_memory(more: int) -> contextlib.AbstractContextManager[None]:
+    """There is address space for so many bytes more."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    return limited(resource.RLIMIT_AS, used + more)
 
 
 class Logged(logging.Handler):
@@ -150,7 +186,7 @@ class Member:
         """Returns when all ranks are here; needs no group."""
         self.store.add(name, 1)
         while self.store.add(name, 0) < self.size:
-            time.sleep(0.001)
+            time.sleep(0.0005 * self.size)
 
     def report(self, value: Any) -> None:
         """Tells the process outside something while the rank goes on."""

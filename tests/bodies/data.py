@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -38,20 +36,6 @@ class Noise(Rows):
         return np.array([number, random.random(), np.random.random(), torch.rand(()).item()])
 
 
-def processes_named(*names: str) -> dict[int, str]:
-    """Living processes, by pid, of these names, that descend from this one or whose parent has ended."""
-    found = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                title, _, rest = (folder / "stat").read_text().partition("(")[2].rpartition(")")
-            except OSError:
-                continue
-            if title in names and rest.split()[0] != "Z":
-                found[int(folder.name)] = title
-    return found
-
-
 def servers_of(supervisor: int) -> list[int]:
     """The pids of a supervisor's servers, by their number."""
     children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
@@ -67,10 +51,3 @@ def is_alive(pid: int) -> bool:
 
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end, "did not happen"
-        time.sleep(0.005)

@@ -74,7 +74,7 @@ def train(me: Rank, first: int, end: dict[str, int], **other: Any) -> dict[str, 
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     state = world.state(model=model, optimizer=optimizer, step=0, together=0)
     changes: list[int] = []
-    world.on_change(lambda world: changes.append(world.size))
+    world.on_change(lambda world: (changes.append(world.size), me.report("changed")))
     began = state.step
     attempts = 0
 

@@ -6,6 +6,7 @@ import inspect
 import os
 import resource
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed.harness import Rank
+from processes import no_memory
 
 import ringreduce
 from ringreduce.errors import (
@@ -26,6 +28,7 @@ from ringreduce.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
     InvalidArgument,
+    PeerLost,
     RingReduceError,
     SystemFailure,
 )
@@ -274,6 +277,48 @@ def mismatches_are_known(outcomes: list[dict[str, Any]], noticed: float) -> None
             assert starts[1] <= when < max(starts) + noticed, what
 
 
+def death_is_known(ranks: Any, victim: int, noticed: float) -> None:
+    """Kills a rank while all are in a call: all others name it at once, and end well."""
+    ranks.reports()
+    time.sleep(0.3)
+    killed = ranks.signal(victim, signal.SIGKILL)
+    for kind, message, culprit, when in ranks.reports(but=(victim,)):
+        assert (kind, culprit) == (PeerLost, victim), message
+        assert f"rank {victim} ({socket.gethostname()}, pid {ranks.pid(victim)})" in message
+        assert killed < when < killed + noticed
+    ranks.results(but=(victim,))
+
+
+def goes_on_late(ranks: Any) -> None:
+    """Rank 1, which has stopped itself, when the others have given it up."""
+    ranks.reports(but=(1,))
+    ranks.signal(1, signal.SIGCONT)
+    ranks.results()
+
+
+def is_stopped_for_a_second(ranks: Any) -> None:
+    """Rank 1."""
+    ranks.reports()
+    ranks.signal(1, signal.SIGSTOP)
+    time.sleep(1)
+    ranks.signal(1, signal.SIGCONT)
+    ranks.results()
+
+
+def abort_is_known(outcomes: list[Any], noticed: float) -> None:
+    """Of `abort_while_waiting`."""
+    for kind, message, _, when, start in outcomes:
+        assert kind is Aborted and "rank 0 aborted the group" in message
+        assert start + 0.4 < when < start + 0.5 + noticed
+
+
+def leaving_out_is_known(outcomes: list[Any]) -> None:
+    """Of `leave_out_a_call`."""
+    for kind, message, *_ in outcomes:
+        assert kind is CollectiveMismatch
+        assert "count=13" in message and "count=14" in message
+
+
 def leave_out_a_call(me: Rank) -> Any:
     with me.join():
         return error_of(lambda: [dist.all_reduce(torch.ones(n)) for n in range(10, 20) if (me.rank, n) != (1, 13)])
@@ -295,22 +340,10 @@ def recv_another_size(me: Rank) -> None:
 
 
 @contextmanager
-def no_room() -> Iterator[None]:
-    """There is no memory for anything large."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-@contextmanager
 def no_threads() -> Iterator[None]:
     """No thread can start: there is no room for its stack, and none is left of threads that have ended."""
     over = threading.Event()
-    with no_room():
+    with no_memory(1 << 20):
         try:
             with pytest.raises(RuntimeError, match="can't start new thread"):
                 while True:
@@ -368,7 +401,7 @@ def reduce_without_memory(me: Rank) -> list[Any]:
                 kind, message, culprit, ends = error_of(call)
                 found.append((kind, message, culprit, ends - starts))
             else:
-                with no_room(), pytest.raises((MemoryError, RuntimeError)):
+                with no_memory(1 << 20), pytest.raises((MemoryError, RuntimeError)):
                     call()
                 with pytest.raises(SystemFailure):
                     dist.barrier()

@@ -184,6 +184,9 @@ def memory(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
+# One function a collective. It makes the call, and returns what it wrote with what it should have written; or None
+# where this rank has no part.
+
 Results = list[tuple[torch.Tensor, torch.Tensor]] | None
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-import time
-from collections.abc import Callable
 from typing import Any
+
+from processes import until
 
 from ringreduce import _C
 from ringreduce.coordination.process import own_pidfd
@@ -25,7 +25,7 @@ def make_backup(server: Any, backup: Any) -> None:
     backup.follow(log=os.dup(log), passage=theirs.detach(), **given, **about)
     given = {"bell": os.dup(backup.bell), "values": os.dup(backup.values), "pidfd": own_pidfd()}
     server.lead(log=log, passage=ours.detach(), capacity=backup.capacity, **given, **about)
-    wait_until(lambda: not server.backup_starts)
+    until(lambda: not server.backup_starts)
 
 
 def let_in(server: Any, client: Any, number: int = 0) -> None:
@@ -44,10 +44,3 @@ def make_block(server: Any, note: str = "", count: int = 16) -> tuple[int, int]:
         dtype="float32", count=count, rule={"kind": "reduce", "op": "sum"}, note=note, **mode
     )
     return made
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

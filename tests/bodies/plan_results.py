@@ -1,5 +1,6 @@
 """A plan's results, executed with NumPy."""
 
+import functools
 import random
 from dataclasses import dataclass
 
@@ -53,6 +54,11 @@ def decode(words: list[int]) -> list[LoweredChannel]:
         channels.append(LoweredChannel(share, chunks, sends, programs))
     assert next(stream, None) is None
     return channels
+
+
+@functools.lru_cache(maxsize=1)
+def lowered(plan: Plan) -> list[LoweredChannel]:
+    return decode(lower(plan))
 
 
 class Rank:
@@ -147,7 +153,7 @@ def check_results(plan: Plan, count: int, width: int, in_place: bool, seed: int)
     outputs = inputs if in_place else [np.full_like(block, poison) for block in inputs]
     if shape.one_buffer:
         outputs[0] = inputs[0]
-    for channel in decode(lower(plan)):
+    for channel in lowered(plan):
         run_channel(channel, slot_depth(size), width, inputs, outputs, random.Random(seed))
 
     completed = COMPLETED if shape.reduces and size > 1 else 0

@@ -6,6 +6,7 @@ run(work, 2, "run", 0.5)    # on 2 ranks with a device each
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,18 @@ def run(function: Callable[..., Any], size: int, mode: str, *arguments: Any) -> 
     if mode == "run" and torch.version.cuda is not None and torch.cuda.device_count() < size:
         pytest.skip(f"{size} ranks with a GPU each need more than {torch.cuda.device_count()}")
     return harness.run(_with_device, size, function, mode, *arguments)
+
+
+def on_ranks(*sizes: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """As the harness's, in each of MODES: the functions take `me`, `mode` and what pytest gives."""
+
+    def start(function: Callable[..., Any], size: int, mode: str, **given: Any) -> list[Any]:
+        return run(functools.partial(function, **given), size, mode)
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        return pytest.mark.parametrize("mode", MODES)(harness.on_ranks(*sizes, start=start)(function))
+
+    return decorate
 
 
 def _with_device(me: Rank, function: Callable[..., Any], mode: str, *arguments: Any) -> Any:

@@ -1,10 +1,12 @@
 """Ranks that are threads of one process, a fresh one, with tensors on device "cuda" (bench/gpu/threads.py).
 
 run_threads(work, 4, devices=2)    # work(member) on 4 ranks, of which two share each of 2 devices
+@on_threads(4, devices=2)          # makes a test of such a function
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -12,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.harness import Rank, run
+from distributed.harness import Rank, on_ranks, run
 from stand_in import torch_cuda
 
 import ringreduce
 from bench.gpu import threads
 from bench.gpu.threads import ThreadRank as Member
 
-__all__ = ["Member", "all_collectives", "run_threads"]
+__all__ = ["Member", "all_collectives", "on_threads", "run_threads"]
 
 
 def run_threads(
@@ -39,6 +41,17 @@ def run_threads(
         pytest.skip(f"{devices} GPUs are needed, and {torch.cuda.device_count()} are here")
     (results,) = run(_in_threads, 1, function, size, devices, arguments, prepare, options)
     return results
+
+
+def on_threads(
+    *sizes: int, returns: list[Any] | None = None, runs: Callable[..., Any] = run_threads, **options: Any
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """As the harness's `on_ranks`, by `runs`: `run_threads` or what has its arguments."""
+
+    def start(function: Callable[..., Any], size: int, **given: Any) -> Any:
+        return runs(functools.partial(function, **given), size, **options)
+
+    return on_ranks(*sizes, returns=returns, start=start)
 
 
 def _in_threads(

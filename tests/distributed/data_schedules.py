@@ -25,8 +25,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from bodies.data import open_files, servers_of, until
+from bodies.data import open_files, servers_of
 from distributed.harness import Rank, Ranks
+from processes import until
 from torch.utils.data import Subset
 
 from ringreduce.data import Loader, Order, supervisor

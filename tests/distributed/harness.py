@@ -8,6 +8,9 @@
     values = run(work, 4, 0.5)             # one per rank; a rank's traceback is the test's failure
     by_case = run_cases(work, 4, {"half": (0.5,), "double": (2.0,)})  # on the same processes, which saves starts
 
+    @on_ranks(2, 4)                        # a test on 2 ranks, and one on 4
+    def test_that(me): ...
+
 See processes.py for the processes. Every wait is bounded.
 """
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import inspect
 import itertools
 import os
 import socket
@@ -113,6 +117,38 @@ def run(function: Callable[..., Any], size: int, *args: Any) -> list[Any]:
     """Calls `function(me, *args)` on `size` ranks and returns what each returned."""
     with Ranks(function, size, *args) as ranks:
         return ranks.results()
+
+
+def on_ranks(
+    *sizes: Any,
+    returns: list[Any] | None = None,
+    through: tuple[Any, ...] = (),
+    start: Callable[..., Any] | None = None,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes a test of a function for ranks, or one for each of `sizes`. `returns`: what it returns on each rank.
+
+    What it takes beside `me` is what pytest gives the test. `through=(other, a)`: `other(me, a, function)` is to call
+    it. `start(function, size, **given)` is used instead of `run`.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def test(*me: Any, **given: Any) -> Any:
+            if me:  # in a rank, which finds the function by the test's name
+                return function(*me, **given)
+            size = given.pop("ranks", sizes[0])
+            first, *others = (*through, functools.partial(test, **given))
+            found = start(test, size, **given) if start else run(first, size, *others)
+            assert returns is None or found == returns
+
+        taken = list(inspect.signature(function).parameters.values())[1:]
+        if len(sizes) > 1:
+            taken.append(inspect.Parameter("ranks", inspect.Parameter.KEYWORD_ONLY))
+            pytest.mark.parametrize("ranks", sizes)(test)
+        test.__signature__ = inspect.Signature(taken)  # type: ignore[attr-defined]
+        return test
+
+    return decorate
 
 
 def run_cases(function: Callable[..., Any], size: int, cases: Mapping[str, tuple[Any, ...]]) -> dict[str, list[Any]]:

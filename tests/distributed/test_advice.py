@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from bodies.grid import MOVED_DTYPES
 from bodies.parameter_server import SMALL
-from distributed.harness import Rank, run
+from distributed.harness import Rank, on_ranks
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.masked import masked_tensor
@@ -180,7 +180,8 @@ BETWEEN_RANKS: list[Row] = [
 ]
 
 
-def between_ranks(me: Rank) -> None:
+@on_ranks(2)
+def test_what_an_error_of_a_call_between_ranks_advises_works(me: Rank) -> None:
     with me.join():
         for row in BETWEEN_RANKS:
             carry_out(row)
@@ -201,10 +202,6 @@ def between_ranks(me: Rank) -> None:
         parts = jagged()
         ringreduce.all_reduce(parts.values())
         assert [part.tolist() for part in parts.unbind()] == [[2], [4, 6]]
-
-
-def test_what_an_error_of_a_call_between_ranks_advises_works() -> None:
-    run(between_ranks, 2)
 
 
 def initialised(given: Any, mode: ps.Mode | None = None) -> None:

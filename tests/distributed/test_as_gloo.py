@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.harness import Rank, run
+from distributed.harness import Rank, on_ranks, run
 from torch.nn.parallel import DistributedDataParallel
 
 import ringreduce
@@ -40,7 +40,9 @@ def check_group(group: dist.ProcessGroup, ours: bool = True) -> None:
     dist.monitored_barrier(group, timedelta(seconds=60))
 
 
-def runs_on_ringreduce(me: Rank, backend: str | None) -> None:
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", None])
+@on_ranks(3)
+def test_groups_of_gloo_run_on_ringreduce(me: Rank, backend: str | None) -> None:
     ringreduce.as_gloo()
     ringreduce.as_gloo()  # no more than once
     with me.join(backend=backend):
@@ -66,12 +68,8 @@ def runs_on_ringreduce(me: Rank, backend: str | None) -> None:
         assert "gloo:all_reduce" in {event.name for event in profile.events()}
 
 
-@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", None])
-def test_groups_of_gloo_run_on_ringreduce(backend: str | None) -> None:
-    run(runs_on_ringreduce, 3, backend)
-
-
-def others_stay(me: Rank) -> None:
+@on_ranks(2)
+def test_what_is_not_for_the_cpu_and_what_is_made_by_hand_stays(me: Rank) -> None:
     ringreduce.as_gloo()
     with me.join(backend="cpu:fake,cuda:gloo"):
         assert dist.get_backend_config() == "cpu:fake,cuda:gloo" and found_in(dist.group.WORLD) is None
@@ -83,11 +81,8 @@ def others_stay(me: Rank) -> None:
     assert total.eq(me.size).all() and made.name() == "gloo" and not isinstance(made, ringreduce._C.ProcessGroupRing)
 
 
-def test_what_is_not_for_the_cpu_and_what_is_made_by_hand_stays() -> None:
-    run(others_stay, 2)
-
-
-def back_to_gloo(me: Rank) -> None:
+@on_ranks(2)
+def test_as_gloo_can_be_taken_back(me: Rank) -> None:
     ringreduce.as_gloo()
     with me.join(backend="gloo"):
         ringreduce.as_gloo(False)
@@ -99,20 +94,13 @@ def back_to_gloo(me: Rank) -> None:
         me.meet("Gloo is done")
 
 
-def test_as_gloo_can_be_taken_back() -> None:
-    run(back_to_gloo, 2)
-
-
-def in_detail(me: Rank) -> None:
+@on_ranks(2)
+def test_with_the_checks_of_torch_distributed_debug(me: Rank) -> None:
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     ringreduce.as_gloo()
     with me.join(backend="gloo"):
         assert dist.group.WORLD is not None
         check_group(dist.group.WORLD)
-
-
-def test_with_the_checks_of_torch_distributed_debug() -> None:
-    run(in_detail, 2)
 
 
 def on_one_rank_only(me: Rank) -> str:
@@ -127,7 +115,8 @@ def test_a_rank_that_has_not_called_it_is_hinted_at() -> None:
     assert "if it has not called as_gloo" in run(on_one_rank_only, 2)[0]
 
 
-def tagged(me: Rank) -> None:
+@on_ranks(2)
+def test_a_tagged_group_that_there_is_stays_with_gloo(me: Rank) -> None:
     with me.join(backend="gloo"):
         ranks = list(range(me.size))
         first = dist.distributed_c10d._new_group_with_tag(ranks, backend="gloo", pg_tag="mine")
@@ -136,10 +125,6 @@ def tagged(me: Rank) -> None:
         assert again is first
         check_group(first, ours=False)
         me.meet("Gloo is done")
-
-
-def test_a_tagged_group_that_there_is_stays_with_gloo() -> None:
-    run(tagged, 2)
 
 
 @pytest.mark.parametrize("enabled", [None, "", 1, []])

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from bodies import elastic
 from bodies.closed_streams import RANKS, TEXT, Streams, call, closed_for, read
 from distributed.harness import Rank, run
-from frameworks.launch import DEADLINE, environment
+from frameworks.launch import DEADLINE, environment, killed
 from processes import free_ports
 
 import ringreduce.parameter_server as ps
@@ -184,13 +184,9 @@ def start(*command: str, closed: list[int], **variables: str) -> subprocess.Pope
 
 
 def ended(*processes: subprocess.Popen[bytes]) -> None:
-    try:
+    with killed(processes):
         for process in processes:
             assert process.wait(DEADLINE) == 0
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 RANK = (sys.executable, "-m", "bodies.closed_streams")

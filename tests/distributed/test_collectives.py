@@ -19,23 +19,15 @@ from bodies.collectives import (
     SEVERAL_SLICES,
     SMALL_SLOTS,
     all_reduce,
-    all_to_all_in_place,
-    call_in_callback,
-    direct_calls,
-    every_layout,
     every_operation,
     every_size,
-    futures_and_callbacks,
-    many_lives,
     name_of,
-    overlapping_groups,
-    own_plan,
     reduced,
     same,
     supported,
     values,
 )
-from distributed.harness import Rank, run, run_cases
+from distributed.harness import Rank, on_ranks, run, run_cases
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -52,14 +44,11 @@ def test_sizes(ranks: int) -> None:
     run_cases(every_size, ranks, {collective: (collective, SMALL_SLOTS) for collective in COLLECTIVES})
 
 
-def every_size_by_default(me: Rank) -> None:
+@on_ranks(4)
+def test_all_collectives_in_one_group_with_default_options(me: Rank) -> None:
     with me.join():
         for call, (collective, count) in enumerate((c, n) for c in COLLECTIVES if c != "barrier" for n in (5, 300_007)):
             COLLECTIVES[collective](me, count, call)
-
-
-def test_all_collectives_in_one_group_with_default_options() -> None:
-    run(every_size_by_default, 4)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -120,61 +109,22 @@ def test_results_are_the_same_bits_on_all_ranks_and_every_time() -> None:
         assert first[::2] == first[1::2], algorithm
 
 
-# layouts
-
-
-def test_layouts() -> None:
-    run(every_layout, 3)
-
-
-# asynchronous calls
-
-
-def test_asynchronous_calls() -> None:
-    run(futures_and_callbacks, 3)
-
-
 # groups
 
 
-def test_groups_of_some_ranks() -> None:
-    run(overlapping_groups, 4)
-
-
-def test_group_is_made_again_under_the_same_store_prefix() -> None:
-    run(many_lives, 3)
-
-
-def device_map(me: Rank) -> None:
+@on_ranks(2)
+def test_device_map(me: Rank) -> None:
     with me.join(backend="cpu:ringreduce"):
         all_reduce(me, 1000, 0)
         assert dist.get_backend_config() == "cpu:ringreduce"
 
 
-def test_device_map() -> None:
-    run(device_map, 2)
-
-
-def alone(me: Rank) -> None:
+@on_ranks(1)
+def test_group_of_one(me: Rank) -> None:
     with me.join():
         for collective in COLLECTIVES.keys() - {"send_and_recv", "recv_from_any", "barrier"}:
             COLLECTIVES[collective](me, 1000, 0)
         dist.barrier()
-
-
-def test_group_of_one() -> None:
-    run(alone, 1)
-
-
-# direct calls and plans
-
-
-def test_direct_calls_on_numpy_arrays() -> None:
-    run(direct_calls, 3)
-
-
-def test_registered_plans() -> None:
-    run(own_plan, 3)
 
 
 # properties
@@ -232,10 +182,6 @@ def test_ddp_steps_as_one_process_does() -> None:
 # what users hang on a call, and what they pass that cannot be
 
 
-def test_a_callback_may_start_calls_and_wait_for_them() -> None:
-    assert run(call_in_callback, 3) == [9.0] * 3
-
-
 def many_messages(me: Rank) -> float:
     with me.join():
         tensor = torch.ones(1 << 20)
@@ -262,11 +208,6 @@ def test_messages_let_go_of_their_tensors() -> None:
     assert max(run(many_messages, 2)) < 15  # of 30
 
 
-def test_all_to_all_in_place() -> None:
-    for rank, found in enumerate(run(all_to_all_in_place, 4)):
-        assert found == [10.0 * source + rank for source in range(4)]
-
-
 def read_only(me: Rank) -> str:
     with me.join():
         try:
@@ -280,12 +221,9 @@ def test_a_read_only_array_is_refused() -> None:
     assert all("read-only" in text for text in run(read_only, 2))
 
 
-def parameter_not_contiguous(me: Rank) -> list[float]:
+@on_ranks(3, returns=[[3.0] * 6] * 3)
+def test_parameters_that_are_not_contiguous(me: Rank) -> list[float]:
     with me.join():
         parameter = torch.nn.Parameter(torch.ones(2, 3).t())
         dist.all_reduce(parameter)
         return parameter.detach().flatten().tolist()
-
-
-def test_parameters_that_are_not_contiguous() -> None:
-    assert run(parameter_not_contiguous, 3) == [[3.0] * 6] * 3

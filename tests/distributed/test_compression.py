@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.harness import Rank, run
+from distributed.harness import Rank, on_ranks, run
 from distributed.test_hosts import Hosts, normal, placed
 
 import ringreduce
@@ -101,7 +101,8 @@ def test_the_error_of_many_calls_is_that_of_one(hosts: Hosts, wire_dtype: str) -
             )
 
 
-def what_resets(me: Rank) -> None:
+@on_ranks(2, through=(placed, None))
+def test_rests_are_dropped_with_the_call_that_left_them(me: Rank) -> None:
     zeros = torch.zeros(COUNT)
 
     def arrives(op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, count: int = COUNT, group: Any = None) -> bool:
@@ -130,11 +131,8 @@ def what_resets(me: Rank) -> None:
         assert not arrives()
 
 
-def test_rests_are_dropped_with_the_call_that_left_them() -> None:
-    run(placed, 2, None, what_resets)
-
-
-def one_bad_call(me: Rank) -> np.ndarray:
+@on_ranks(2, through=(placed, None))
+def test_what_is_not_finite_does_not_come_back(me: Rank) -> None:
     with me.join(options=RING):
         rests = ringreduce.Feedback()
         values = torch.ones(COUNT)
@@ -143,11 +141,7 @@ def one_bad_call(me: Rank) -> np.ndarray:
         assert not values[1000].isfinite()
         values = torch.ones(COUNT)
         ringreduce.all_reduce(values, wire_dtype="int8", feedback=rests)
-        return values.numpy()
-
-
-def test_what_is_not_finite_does_not_come_back() -> None:
-    for found in run(placed, 2, None, one_bad_call):
+        found = values.numpy()
         assert (found == 2).all()
 
 
@@ -186,7 +180,8 @@ def test_each_call_may_have_its_own(group_dtype: str, wire_dtype: str | None, sh
     assert share <= bytes_sent / (2 * 8_000_000) < 1.03 * share
 
 
-def in_two_groups(me: Rank) -> None:
+@on_ranks(2, through=(placed, None))
+def test_one_feedback_in_two_groups(me: Rank) -> None:
     """Calls of two groups with one Feedback, at the same time."""
     with me.join(options=RING):
         groups = [dist.group.WORLD, dist.new_group(backend="ringreduce")]
@@ -204,22 +199,16 @@ def in_two_groups(me: Rank) -> None:
             assert all((x - right).abs().max() < 0.5 for x in tensors)
 
 
-def test_one_feedback_in_two_groups() -> None:
-    run(placed, 2, None, in_two_groups)
-
-
-def differing(me: Rank) -> str:
+@on_ranks(2, through=(placed, None))
+def test_ranks_with_different_wire_dtypes(me: Rank) -> None:
     with me.join(), pytest.raises(CollectiveMismatch) as caught:
         ringreduce.all_reduce(torch.ones(COUNT), wire_dtype=("int8", "int4")[me.rank])
-    return str(caught.value)
+    message = str(caught.value)
+    assert "wire_dtype=int8" in message and "wire_dtype=int4" in message
 
 
-def test_ranks_with_different_wire_dtypes() -> None:
-    for message in run(placed, 2, None, differing):
-        assert "wire_dtype=int8" in message and "wire_dtype=int4" in message
-
-
-def bad_arguments(me: Rank) -> None:
+@on_ranks(2, through=(placed, None))
+def test_bad_arguments(me: Rank) -> None:
     with me.join():
         for tensor in (torch.ones(100, dtype=torch.int32), torch.ones(100, dtype=torch.float64)):
             with pytest.raises(InvalidArgument, match=r"tensor has dtype .* must be float32, float16 or bfloat16"):
@@ -238,7 +227,3 @@ def bad_arguments(me: Rank) -> None:
         values = torch.ones(100)
         ringreduce.all_reduce(values)
         assert (values == 2).all()
-
-
-def test_bad_arguments() -> None:
-    run(placed, 2, None, bad_arguments)

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bodies.data import Rows, is_alive, open_files, servers_of, until
-from distributed.harness import Rank, in_threads, run
+from bodies.data import Rows, is_alive, open_files, servers_of
+from distributed.harness import Rank, in_threads, on_ranks
+from processes import limited, no_descriptors, until
 
 from ringreduce.data import Loader, Order, connections, supervisor
 from ringreduce.data.identity import full_name
@@ -29,7 +30,8 @@ from ringreduce.network.local import close_all
 PR_SET_CHILD_SUBREAPER = 36
 
 
-def odd_steps(me: Rank) -> None:
+@on_ranks(1)
+def test_a_step_is_an_integer(me: Rank) -> None:
     order = Order(100, 10)
     with Loader(Rows(100), order, timeout=20) as reader:
         for wrong in (1.5, "x", None, torch.ones(2)):
@@ -41,11 +43,8 @@ def odd_steps(me: Rank) -> None:
         assert reader.get(2)[:, 0].tolist() == order.ids(2).tolist(), "a wrong call has left something"
 
 
-def test_a_step_is_an_integer() -> None:
-    run(odd_steps, 1)
-
-
-def comes_while_a_server_dies(me: Rank) -> None:
+@on_ranks(1)
+def test_a_reader_may_come_while_a_server_dies(me: Rank) -> None:
     """The supervisor sleeps until a server has died and a new reader has come. It sees the reader first."""
     rows, order, name = Rows(100), Order(100, 10), f"comes {os.getpid()}"
     with Loader(rows, order, name=name) as first:
@@ -65,23 +64,14 @@ def comes_while_a_server_dies(me: Rank) -> None:
         assert first.get(1)[:, 0].tolist() == order.ids(1).tolist()
 
 
-def test_a_reader_may_come_while_a_server_dies() -> None:
-    run(comes_while_a_server_dies, 1)
-
-
-def too_many_servers(me: Rank) -> None:
+@on_ranks(1)
+def test_servers_that_cannot_start_are_an_error_with_the_reason(me: Rank) -> None:
     rows, order, name = Rows(100), Order(100, 10), f"too many {os.getpid()}"
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (open_files() + 50, limits[1]))
-    with pytest.raises(SystemFailure, match=rf"'{name}': cannot .* servers=100: .*Too many open files"):
+    refused = pytest.raises(SystemFailure, match=rf"'{name}': cannot .* servers=100: .*Too many open files")
+    with limited(resource.RLIMIT_NOFILE, open_files() + 50), refused:
         Loader(rows, order, 100, name=name)
-    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     with Loader(rows, order, 100, name=name) as reader:
         assert reader.get(0)[:, 0].tolist() == order.ids(0).tolist()
-
-
-def test_servers_that_cannot_start_are_an_error_with_the_reason() -> None:
-    run(too_many_servers, 1)
 
 
 def test_what_a_process_said_before_it_ended_is_heard_after_the_reset() -> None:
@@ -95,27 +85,21 @@ def test_what_a_process_said_before_it_ended_is_heard_after_the_reset() -> None:
             next_message(ours)
 
 
-def killed_at_its_start(me: Rank) -> None:
+@on_ranks(1)
+def test_a_supervisor_that_is_killed_at_its_start_is_an_error(me: Rank) -> None:
     supervisor._become = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(SystemFailure, match="their supervisor was killed"):
         Loader(Rows(100), Order(100, 10))
 
 
-def test_a_supervisor_that_is_killed_at_its_start_is_an_error() -> None:
-    run(killed_at_its_start, 1)
-
-
-def nobody_answers(me: Rank) -> None:
+@on_ranks(1)
+def test_a_loader_does_not_wait_for_ever_for_a_supervisor(me: Rank) -> None:
     """Another process has taken the name and does not listen."""
     name = f"nobody {os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as taken:
         taken.bind(address(full_name(name, Rows(100), None, False)))
         with pytest.raises(SystemFailure, match=r"none was there for timeout=0.3 s"):
             Loader(Rows(100), Order(100, 10), name=name, timeout=0.3)
-
-
-def test_a_loader_does_not_wait_for_ever_for_a_supervisor() -> None:
-    run(nobody_answers, 1)
 
 
 class Panic(BaseException):
@@ -131,7 +115,8 @@ class Ends(Rows):
         return super().__getitem__(number)
 
 
-def dataset_exits(me: Rank) -> None:
+@on_ranks(1)
+def test_a_dataset_that_exits_is_an_error_with_its_id(me: Rank) -> None:
     with Loader(Ends(20), Order(20, 5, shuffle=False)) as reader:
         servers = servers_of(supervisor.started[-1])
         for step, number, message in ((0, 3, "SystemExit: this picture is broken"), (1, 8, "index out of bounds")):
@@ -142,11 +127,12 @@ def dataset_exits(me: Rank) -> None:
         assert servers_of(supervisor.started[-1]) == servers, "a server has ended"
 
 
-def test_a_dataset_that_exits_is_an_error_with_its_id() -> None:
-    run(dataset_exits, 1)
+def files_of(pid: int, kind: str) -> int:
+    return sum(kind in os.path.realpath(file) for file in Path(f"/proc/{pid}/fd").iterdir())
 
 
-def held_after_the_end(me: Rank) -> None:
+@on_ranks(1)
+def test_a_batch_that_is_held_outlives_its_loader(me: Rank) -> None:
     """A Loader is closed, and one goes out of scope, while a third one of the name reads on."""
     rows, order, name = Rows(2000), Order(2000, 10), f"held {os.getpid()}"
     first, second, third = (Loader(rows, order, 2, name=name) for _ in range(3))
@@ -167,15 +153,8 @@ def held_after_the_end(me: Rank) -> None:
     third.close()
 
 
-def files_of(pid: int, kind: str) -> int:
-    return sum(kind in os.path.realpath(file) for file in Path(f"/proc/{pid}/fd").iterdir())
-
-
-def test_a_batch_that_is_held_outlives_its_loader() -> None:
-    run(held_after_the_end, 1)
-
-
-def leaves_no_zombies(me: Rank) -> None:
+@on_ranks(1)
+def test_servers_that_end_leave_no_zombies(me: Rank) -> None:
     """This process gets the processes that their parent has left, as a container's first process does."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     with Loader(Rows(100), Order(100, 10), 3):
@@ -188,15 +167,12 @@ def leaves_no_zombies(me: Rank) -> None:
             os.waitpid(pid, 0)
 
 
-def test_servers_that_end_leave_no_zombies() -> None:
-    run(leaves_no_zombies, 1)
-
-
 class Interrupted(Exception):
     pass
 
 
-def loses_messages(me: Rank) -> None:
+@on_ranks(1)
+def test_an_interrupted_step_can_be_read_again(me: Rank) -> None:
     """A signal's handler raises when a message has come and is not used yet: the first of a step, or a later one."""
     order, held = Order(400, 10), torch.tensor(0)
     with Loader(Rows(400), order, 2, timeout=20) as reader:
@@ -222,27 +198,14 @@ def loses_messages(me: Rank) -> None:
             assert held[:, 0].tolist() == order.ids(step + 1).tolist()
 
 
-def test_an_interrupted_step_can_be_read_again() -> None:
-    run(loses_messages, 1)
-
-
-def lacks_descriptors(me: Rank) -> None:
-    order, limits = Order(100, 10), resource.getrlimit(resource.RLIMIT_NOFILE)
+@on_ranks(1)
+def test_a_lack_of_descriptors_passes(me: Rank) -> None:
+    order = Order(100, 10)
     with Loader(Rows(100), order, timeout=20) as reader:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (200, limits[1]))
-        files = []
-        with contextlib.suppress(OSError):
-            while True:
-                files.append(os.open(os.devnull, os.O_RDONLY))
-        with pytest.raises(SystemFailure, match="no descriptors left"):
+        with no_descriptors(200), pytest.raises(SystemFailure, match="no descriptors left"):
             reader.get(0)
-        close_all(files)
         for step in range(10):
             assert reader.get(step)[:, 0].tolist() == order.ids(step).tolist()
-
-
-def test_a_lack_of_descriptors_passes() -> None:
-    run(lacks_descriptors, 1)
 
 
 class Sleeps(Rows):
@@ -251,7 +214,8 @@ class Sleeps(Rows):
         return super().__getitem__(number)
 
 
-def closes_beside(me: Rank) -> None:
+@on_ranks(1)
+def test_a_loader_may_be_closed_while_another_thread_reads(me: Rank) -> None:
     """Another thread reads. It must start no supervisor, which nobody would end."""
     reader = Loader(Sleeps(100), Order(100, 10), timeout=60)
 
@@ -267,11 +231,13 @@ def closes_beside(me: Rank) -> None:
     until(lambda: not (supervisor.reap() or supervisor.started))
 
 
-def test_a_loader_may_be_closed_while_another_thread_reads() -> None:
-    run(closes_beside, 1)
+def ended(pipe: int) -> bool:
+    ready, _, _ = select.select([pipe], [], [], 20)
+    return bool(ready) and os.read(pipe, 1) == b""
 
 
-def gives_pipes_up(me: Rank) -> None:
+@on_ranks(1)
+def test_servers_keep_no_pipe_open(me: Rank) -> None:
     """Who reads from a pipe gets its end: of pipes at once, of a process's output when that process has ended."""
     order, name = Order(100, 10), f"pipes {os.getpid()}"
     other, output, ready, go = os.pipe(), os.pipe(), os.pipe(), os.pipe()
@@ -296,16 +262,8 @@ def gives_pipes_up(me: Rank) -> None:
         assert reader.get(3)[:, 0].tolist() == order.ids(3).tolist()
 
 
-def ended(pipe: int) -> bool:
-    ready, _, _ = select.select([pipe], [], [], 20)
-    return bool(ready) and os.read(pipe, 1) == b""
-
-
-def test_servers_keep_no_pipe_open() -> None:
-    run(gives_pipes_up, 1)
-
-
-def asks_without_reading(me: Rank) -> None:
+@on_ranks(1)
+def test_a_reader_that_does_not_read_what_it_is_told_keeps_its_servers(me: Rank) -> None:
     order = Order(100, 10)
     with Loader(Rows(100), order, timeout=20) as reader:
         servers = servers_of(supervisor.started[-1])
@@ -316,10 +274,6 @@ def asks_without_reading(me: Rank) -> None:
         assert servers_of(supervisor.started[-1]) == servers
 
 
-def test_a_reader_that_does_not_read_what_it_is_told_keeps_its_servers() -> None:
-    run(asks_without_reading, 1)
-
-
 class Lines:
     """Reads from a file whose descriptor is 0."""
 
@@ -327,17 +281,15 @@ class Lines:
         return os.pread(0, 1, number)[0]
 
 
-def reads_descriptor_0(me: Rank, path: Path) -> None:
+@on_ranks(1)
+def test_a_file_of_the_dataset_may_have_the_number_of_a_closed_stream(me: Rank, tmp_path: Path) -> None:
+    path = tmp_path / "file"
     path.write_bytes(bytes(range(100)))
     os.close(0)
     assert os.open(path, os.O_RDONLY) == 0
     order = Order(100, 10)
     with Loader(Lines(), order, timeout=20) as reader:
         assert reader.get(1).tolist() == order.ids(1).tolist()
-
-
-def test_a_file_of_the_dataset_may_have_the_number_of_a_closed_stream(tmp_path: Path) -> None:
-    run(reads_descriptor_0, 1, tmp_path / "file")
 
 
 class Signals(Rows):

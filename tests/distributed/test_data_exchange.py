@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from distributed.harness import Rank, run
+from distributed.harness import Rank, on_ranks, run
 
 from ringreduce.data import Order, exchange
 from ringreduce.errors import InvalidArgument
@@ -54,7 +54,22 @@ def test_a_fraction_moves_and_the_rest_stays() -> None:
     assert all(3 <= each <= 10 for each in new), "10 of 40 rows move, and a third of them comes back"
 
 
-def wrong(me: Rank) -> None:
+class Pair(NamedTuple):
+    ids: torch.Tensor
+    labels: torch.Tensor
+
+
+@on_ranks(2)
+def test_rows_keep_their_form(me: Rank) -> None:
+    """Rows in a named tuple, under a default device that is not theirs."""
+    ids = torch.arange(4) + 4 * me.rank
+    with me.join(), torch.device("meta"):
+        pair = exchange(Pair(ids, 2 * ids), Order(8, 2), 0, np.float32(1))
+    assert isinstance(pair, Pair) and torch.equal(pair.labels, 2 * pair.ids)
+
+
+@on_ranks(2)
+def test_wrong_arguments(me: Rank) -> None:
     with me.join():
         for arguments, message in [
             ((torch.zeros(3), Order(7, 2), 0), r"rows are \[3, 3\] by rank, in all 6; order.n is 7"),
@@ -71,24 +86,3 @@ def wrong(me: Rank) -> None:
         ]:
             with pytest.raises(InvalidArgument, match=message):
                 exchange(*arguments)
-
-
-class Pair(NamedTuple):
-    ids: torch.Tensor
-    labels: torch.Tensor
-
-
-def named(me: Rank) -> None:
-    """Rows in a named tuple, under a default device that is not theirs."""
-    ids = torch.arange(4) + 4 * me.rank
-    with me.join(), torch.device("meta"):
-        pair = exchange(Pair(ids, 2 * ids), Order(8, 2), 0, np.float32(1))
-    assert isinstance(pair, Pair) and torch.equal(pair.labels, 2 * pair.ids)
-
-
-def test_rows_keep_their_form() -> None:
-    run(named, 2)
-
-
-def test_wrong_arguments() -> None:
-    run(wrong, 2)

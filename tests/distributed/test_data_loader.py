@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from bodies.data import Noise, Rows, is_alive, open_files, servers_of, until
-from distributed.harness import Rank, Ranks, run
-from processes import ROOT
+from bodies.data import Noise, Rows, is_alive, open_files, servers_of
+from distributed.harness import Rank, Ranks, on_ranks, run
+from processes import ROOT, until
 from torch.utils.data import ChainDataset, DataLoader, IterableDataset, Subset, TensorDataset
 
 from ringreduce.data import Loader, Order, Sampler, connections, supervisor
@@ -49,7 +49,8 @@ class Mixed:
         }
 
 
-def mixed(me: Rank) -> None:
+@on_ranks(1)
+def test_samples_of_all_kinds(me: Rank) -> None:
     order = Order(20, 6, 3)
     with torch.device("meta"):  # where new tensors go by default, in the servers too
         loader = Loader(Mixed(), order, servers=2)
@@ -70,10 +71,6 @@ def mixed(me: Rank) -> None:
             assert batch["none"].shape == (6, 0)
 
 
-def test_samples_of_all_kinds() -> None:
-    run(mixed, 1)
-
-
 class Whole:
     """Returns a whole batch."""
 
@@ -91,7 +88,8 @@ class Listed(Whole):
         return [*self.values[ids]]
 
 
-def many_at_a_time(me: Rank) -> None:
+@on_ranks(1)
+def test_datasets_that_return_many_at_a_time(me: Rank) -> None:
     order = Order(30, 4)
     with Loader(Whole(), order) as whole, Loader(Listed(), order) as listed:
         for step in range(8):
@@ -99,10 +97,6 @@ def many_at_a_time(me: Rank) -> None:
             assert values[:, 0].tolist() == (2 * order.ids(step)).tolist()
             assert names == [str(each) for each in order.ids(step)]
             assert torch.equal(listed.get(step), values)
-
-
-def test_datasets_that_return_many_at_a_time() -> None:
-    run(many_at_a_time, 1)
 
 
 class Short(Whole):
@@ -121,7 +115,8 @@ def padded(samples: list[torch.Tensor]) -> torch.Tensor:
     return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
 
 
-def ragged(me: Rank) -> None:
+@on_ranks(1)
+def test_batches_that_grow(me: Rank) -> None:
     order = Order(40, 3, shuffle=False)
     before = open_files()
     with Loader(Ragged(), order, collate=padded) as loader:
@@ -138,10 +133,6 @@ def ragged(me: Rank) -> None:
         loader.get(0)
 
 
-def test_batches_that_grow() -> None:
-    run(ragged, 1)
-
-
 def shuffled(dataset: Any, size: int) -> dict[int, list[float]]:
     """What readers that share each batch between `size` ranks get, by id."""
     order, found = Order(40, 8, 1), {}
@@ -154,17 +145,14 @@ def shuffled(dataset: Any, size: int) -> dict[int, list[float]]:
     return found
 
 
-def parts(me: Rank) -> None:
+@on_ranks(1)
+def test_parts_of_a_dataset_are_seeded_by_example(me: Rank) -> None:
     noise = Noise(40)
     halves = Subset(noise, [*range(1, 40, 2), *range(0, 40, 2)])
     for dataset in (noise, halves, Subset(halves, range(40))):
         assert shuffled(dataset, 1) == shuffled(dataset, 3), "the augmentation depends on the number of ranks"
     with Loader(Subset(Whole(), range(29, -1, -1)), Order(30, 4, shuffle=False)) as reader:
         assert reader.get(0)[0][:, 0].tolist() == [58, 56, 54, 52]
-
-
-def test_parts_of_a_dataset_are_seeded_by_example() -> None:
-    run(parts, 1)
 
 
 class Augmented(Rows):
@@ -181,7 +169,9 @@ class Augmented(Rows):
         self.generator = np.random.default_rng(seed)
 
 
-def reseeded(me: Rank, context: str) -> None:
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+@on_ranks(1)
+def test_a_library_with_a_generator_of_its_own_is_seeded_by_a_function(me: Rank, context: str) -> None:
     dataset, order = Augmented(40), Order(40, 8, 1)
     found = []
     for servers in (1, 3):
@@ -193,15 +183,11 @@ def reseeded(me: Rank, context: str) -> None:
         Loader(dataset, order, seeded=3)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_a_library_with_a_generator_of_its_own_is_seeded_by_a_function(context: str) -> None:
-    run(reseeded, 1, context)
-
-
 # an iteration
 
 
-def iteration(me: Rank) -> None:
+@on_ranks(1)
+def test_an_iteration_is_an_epoch_and_resumes(me: Rank) -> None:
     rows, order = Rows(50), Order(50, 8, 1)
     with Loader(rows, order, 3) as loader:
         assert len(loader) == 7 and loader.ahead == 6
@@ -218,21 +204,14 @@ def iteration(me: Rank) -> None:
         other.load_state_dict(saved)
 
 
-def test_an_iteration_is_an_epoch_and_resumes() -> None:
-    run(iteration, 1)
-
-
-def shares(me: Rank) -> None:
+@on_ranks(2)
+def test_the_default_share_is_the_ranks_own(me: Rank) -> None:
     """Of the default group."""
     order = Order(50, 8, 1)
     sampler = Sampler(order)
     assert next(iter(sampler)) == order.ids(0).tolist()
     with Loader(Rows(50), order) as reader, me.join():
         assert next(iter(sampler)) == order.ids(1, me.rank, 2).tolist() == reader.get(1)[:, 0].tolist()
-
-
-def test_the_default_share_is_the_ranks_own() -> None:
-    run(shares, 2)
 
 
 # sharing
@@ -266,7 +245,21 @@ def test_ranks_that_read_the_same_share_one_preparation() -> None:
     assert results[0][1] == results[1][1] == results[2][1]
 
 
-def in_one_process(me: Rank) -> None:
+@on_ranks(1)
+def test_a_reader_that_is_a_little_behind_shares(me: Rank) -> None:
+    rows, order, name = Rows(2000), Order(2000, 10), f"a little behind {os.getpid()}"
+    with Loader(rows, order, name=name) as first, Loader(rows, order, name=name) as second:
+        second.get(0)
+        for step in range(12):
+            first.get(step)
+        for step in range(1, 100):
+            assert second.get(step)[:, 0].tolist() == order.ids(step).tolist()
+            first.get(step + 11)
+    assert rows.counts.max() == 1
+
+
+@on_ranks(1)
+def test_a_reader_that_was_behind_shares_again(me: Rank) -> None:
     """Two readers, one of which is 30 steps behind."""
     rows, order, name = Rows(2000), Order(2000, 10), f"behind {os.getpid()}"
     with Loader(rows, order, name=name) as first, Loader(rows, order, name=name) as second:
@@ -285,27 +278,8 @@ def in_one_process(me: Rank) -> None:
         assert new.max() == 1 and before.max() == 2
 
 
-def a_little_behind(me: Rank) -> None:
-    rows, order, name = Rows(2000), Order(2000, 10), f"a little behind {os.getpid()}"
-    with Loader(rows, order, name=name) as first, Loader(rows, order, name=name) as second:
-        second.get(0)
-        for step in range(12):
-            first.get(step)
-        for step in range(1, 100):
-            assert second.get(step)[:, 0].tolist() == order.ids(step).tolist()
-            first.get(step + 11)
-    assert rows.counts.max() == 1
-
-
-def test_a_reader_that_is_a_little_behind_shares() -> None:
-    run(a_little_behind, 1)
-
-
-def test_a_reader_that_was_behind_shares_again() -> None:
-    run(in_one_process, 1)
-
-
-def other_terms(me: Rank) -> None:
+@on_ranks(1)
+def test_loaders_of_one_name_must_agree(me: Rank) -> None:
     name = f"terms {os.getpid()}"
     with Loader(Rows(100), Order(100, 10), name=name):
         for arguments, message in [
@@ -314,10 +288,6 @@ def other_terms(me: Rank) -> None:
         ]:
             with pytest.raises(InvalidArgument, match=message):
                 Loader(*arguments, name=name)
-
-
-def test_loaders_of_one_name_must_agree() -> None:
-    run(other_terms, 1)
 
 
 class Phase:
@@ -333,7 +303,8 @@ class Phase:
         return self.phase
 
 
-def phases(me: Rank) -> None:
+@on_ranks(1)
+def test_servers_whose_readers_have_gone_serve_nobody(me: Rank) -> None:
     """Each Loader of a name has another dataset; the one before was closed, has gone, or its process was killed.
 
     In the worst case, the supervisor wakes when the next reader has come.
@@ -370,11 +341,12 @@ def phases(me: Rank) -> None:
             assert reader.get(0).tolist() == [phase] * 10, f"phase {phase} has samples of another one"
 
 
-def test_servers_whose_readers_have_gone_serve_nobody() -> None:
-    run(phases, 1)
+def padded_whole(samples: list[tuple[torch.Tensor]]) -> list[torch.Tensor]:
+    return [torch.stack([each for (each,) in samples])]
 
 
-def one_name(me: Rank) -> None:
+@on_ranks(1)
+def test_a_name_means_one_dataset(me: Rank) -> None:
     """Loaders of one name, and all at the same time."""
     order, name = Order(50, 10, shuffle=False), f"/one name {os.getpid()}"
     whole = TensorDataset(torch.arange(100))
@@ -387,14 +359,6 @@ def one_name(me: Rank) -> None:
     assert folds[0].get(0)[0][0] == 77, "equal datasets share no memory"
     for each in (*folds, same):
         each.close()
-
-
-def padded_whole(samples: list[tuple[torch.Tensor]]) -> list[torch.Tensor]:
-    return [torch.stack([each for (each,) in samples])]
-
-
-def test_a_name_means_one_dataset() -> None:
-    run(one_name, 1)
 
 
 # views
@@ -427,7 +391,8 @@ def test_a_batch_that_is_held_is_never_overwritten() -> None:
     run(held, 1)
 
 
-def asked_twice(me: Rank) -> None:
+@on_ranks(1)
+def test_what_was_let_go_is_not_taken_for_what_is_asked_again(me: Rank) -> None:
     """Step 1 is asked for and let go, and its slot used for step 21, while the first answer is still unread."""
     rows, order = Rows(4000), Order(4000, 10)
     with Loader(rows, order, servers=2) as loader:
@@ -439,16 +404,13 @@ def asked_twice(me: Rank) -> None:
             assert loader.get(start + 1)[:, 0].tolist() == order.ids(start + 1).tolist()
 
 
-def test_what_was_let_go_is_not_taken_for_what_is_asked_again() -> None:
-    run(asked_twice, 1)
-
-
 class Row:
     def __getitem__(self, number: int) -> np.ndarray:
         return np.full(100, number)
 
 
-def leaves_out_a_server(me: Rank) -> None:
+@on_ranks(1)
+def test_a_reader_may_leave_out_servers(me: Rank) -> None:
     """Its answers are not read. Another reader reads them all."""
     order, name = Order(100_000, 1, shuffle=False), f"leaves out {os.getpid()}"
     with (
@@ -461,10 +423,6 @@ def leaves_out_a_server(me: Rank) -> None:
             assert all_steps.get(step)[0, 0] == step
         for step in (1499, 1501, 3):
             assert every_second.get(step)[0, 0] == step
-
-
-def test_a_reader_may_leave_out_servers() -> None:
-    run(leaves_out_a_server, 1)
 
 
 # errors and ends
@@ -496,7 +454,12 @@ def test_an_error_of_the_dataset_arrives_with_its_id() -> None:
         assert "id 17" in each and "KeyError: 'no such picture'" in each and "in __getitem__" in each
 
 
-def servers_die(me: Rank) -> None:
+def loader_supervisor() -> int:
+    return supervisor.started[-1]
+
+
+@on_ranks(1)
+def test_what_a_dead_server_had_prepared_is_prepared_again(me: Rank) -> None:
     noise, order = Noise(400), Order(400, 8, 5)
     with Loader(noise, order, servers=2) as whole:
         expected = [whole.get(step).clone() for step in range(50)]
@@ -517,14 +480,6 @@ def servers_die(me: Rank) -> None:
     assert len({row[3].item() for batch in found for row in batch}) == 400, "augmentation repeats itself"
 
 
-def loader_supervisor() -> int:
-    return supervisor.started[-1]
-
-
-def test_what_a_dead_server_had_prepared_is_prepared_again() -> None:
-    run(servers_die, 1)
-
-
 class Deadly(Rows):
     def __getitem__(self, number: int) -> np.ndarray:
         if number == 3:
@@ -539,7 +494,8 @@ class Slow(Rows):
         return super().__getitem__(number)
 
 
-def deadly(me: Rank) -> None:
+@on_ranks(1)
+def test_no_wait_is_endless(me: Rank) -> None:
     order = Order(20, 2, shuffle=False)
     with Loader(Deadly(20), order, ahead=1) as loader:
         with pytest.raises(
@@ -554,10 +510,6 @@ def deadly(me: Rank) -> None:
             reader.get(1)
         time.sleep(2)
         assert reader.get(1)[:, 0].tolist() == [2, 3]
-
-
-def test_no_wait_is_endless() -> None:
-    run(deadly, 1)
 
 
 def reads_until_told(me: Rank, name: str) -> None:
@@ -589,7 +541,8 @@ def test_servers_outlive_the_rank_that_started_them_and_end_with_the_last() -> N
     assert not [each for each in left if "ringreduce" in each]
 
 
-def forked(me: Rank) -> None:
+@on_ranks(1)
+def test_forks_take_nothing_with_them(me: Rank) -> None:
     ours, theirs = socket.socketpair()
     with Loader(Rows(100), Order(100, 10)) as loader:
         loader.get(0)
@@ -607,10 +560,6 @@ def forked(me: Rank) -> None:
         assert loader.get(1)[:, 0].tolist() == Order(100, 10).ids(1).tolist()
     with pytest.raises(InvalidArgument, match="closed"):
         loader.get(2)
-
-
-def test_forks_take_nothing_with_them() -> None:
-    run(forked, 1)
 
 
 def test_works_where_shared_memory_is_small() -> None:

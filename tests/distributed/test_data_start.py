@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bodies.data import Noise, Rows, is_alive, servers_of, until
+from bodies.data import Noise, Rows, is_alive, servers_of
+from processes import until
 
 from ringreduce.data import Loader, Order, supervisor
 from ringreduce.errors import InvalidArgument, SampleFailed

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import pickle
+import pydoc
 import threading
 import time
 from collections.abc import Callable
@@ -16,9 +18,10 @@ import numpy.lib.recfunctions
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.harness import Rank, in_threads, run
+from distributed.harness import Rank, in_threads, on_ranks
 
 import ringreduce
+from ringreduce import _C
 from ringreduce.errors import CollectiveMismatch, InvalidArgument
 from ringreduce.groups.tensors import OF_ML_DTYPES
 
@@ -29,7 +32,33 @@ def summed(me: Rank, group: dist.ProcessGroup | None = None) -> None:
     assert x.tolist() == [me.size * (me.size + 1) / 2] * 5
 
 
-def groups_that_end(me: Rank) -> None:
+def test_functions_that_try_another_first_are_functions_to_python() -> None:
+    tried: list[tuple[Any, ...]] = []
+
+    class Owner:
+        @_C.tries_first(lambda *given: tried.append(given) or given[0] == 1, "b", "a")
+        def method(a: Any, b: int = 1, c: Any = None) -> Any:
+            """What it does."""
+            return a, b, c
+
+    function = Owner.method
+    assert (function(5), function(5, b=1), function(b=1, a=5), Owner.method(5, 1, None)) == (None,) * 4
+    assert tried == [(1, 5)] * 4
+    assert (function(5, 2), function(5, c=0), function(5, 1, 3)) == ((5, 2, None), (5, 1, 0), (5, 1, 3))
+    assert tried[4:] == [(2, 5)]
+    assert Owner().method(2, 7)[1:] == (2, 7)
+    for wrong, given in (({}, ()), ({"a": 1}, (1,)), ({"d": 1}, (1,)), ({}, (1, 2, 3, 4))):
+        with pytest.raises(TypeError, match=r"method\(\) (missing|got|takes)"):
+            function(*given, **wrong)
+
+    for each in (ringreduce.all_reduce, ringreduce.all_gather_single):
+        assert pickle.loads(pickle.dumps(each)) is each and inspect.isroutine(each)
+        help_text = pydoc.render_doc(each, renderer=pydoc.plaintext)
+        assert f"{each.__name__}(" in help_text and (each.__doc__ or "none").split("\n")[0] in help_text
+
+
+@on_ranks(2)
+def test_a_group_that_has_ended_is_not_remembered(me: Rank) -> None:
     for name in ("first", "second"):
         with me.join(name):
             summed(me)
@@ -50,11 +79,8 @@ def groups_that_end(me: Rank) -> None:
             ringreduce.broadcast(torch.zeros(5), 0)
 
 
-def test_a_group_that_has_ended_is_not_remembered() -> None:
-    run(groups_that_end, 2)
-
-
-def wrong_arguments(me: Rank) -> None:
+@on_ranks(2)
+def test_wrong_arguments_are_named_and_the_group_lives_on(me: Rank) -> None:
     with me.join():
         x = torch.ones(4)
         with pytest.raises(InvalidArgument, match="PREMUL_SUM"):
@@ -75,11 +101,8 @@ def wrong_arguments(me: Rank) -> None:
         summed(me)
 
 
-def test_wrong_arguments_are_named_and_the_group_lives_on() -> None:
-    run(wrong_arguments, 2)
-
-
-def groups_in_two_threads(me: Rank) -> None:
+@on_ranks(2)
+def test_threads_with_a_group_each(me: Rank) -> None:
     with me.join():
         groups = [dist.new_group(backend="ringreduce") for _ in range(2)]
 
@@ -90,11 +113,8 @@ def groups_in_two_threads(me: Rank) -> None:
         in_threads([functools.partial(work, group) for group in groups])
 
 
-def test_threads_with_a_group_each() -> None:
-    run(groups_in_two_threads, 2)
-
-
-def tells_autograd(me: Rank) -> None:
+@on_ranks(2)
+def test_autograd_hears_what_calls_write(me: Rank) -> None:
     """Each call, and the tensors that it writes on this rank; all others keep their versions."""
     size, other = me.size, 1 - me.rank
     x, out, whole, part = torch.ones(4), torch.ones(4), torch.ones(4 * size), torch.ones(4)
@@ -155,11 +175,8 @@ def tells_autograd(me: Rank) -> None:
         assert y.eq(size**2).all()
 
 
-def test_autograd_hears_what_calls_write() -> None:
-    run(tells_autograd, 2)
-
-
-def one_group_in_two_threads(me: Rank) -> None:
+@on_ranks(2)
+def test_a_call_of_a_second_thread_is_refused(me: Rank) -> None:
     with me.join():
         group: Any = dist.new_group(backend="ringreduce")
         summed(me, group)
@@ -198,11 +215,8 @@ def one_group_in_two_threads(me: Rank) -> None:
         assert len(failed) == 1 and f"while thread {first.ident} is in another" in str(failed[0])
 
 
-def test_a_call_of_a_second_thread_is_refused() -> None:
-    run(one_group_in_two_threads, 2)
-
-
-def other_threads_run_while_it_waits(me: Rank) -> None:
+@on_ranks(2)
+def test_other_threads_run_while_a_small_call_waits(me: Rank) -> None:
     with me.join():
         summed(me)
         if me.rank == 1:
@@ -218,16 +232,9 @@ def other_threads_run_while_it_waits(me: Rank) -> None:
         in_threads([tell, lambda: (begun.set(), summed(me))])
 
 
-def test_other_threads_run_while_a_small_call_waits() -> None:
-    run(other_threads_run_while_it_waits, 2)
-
-
-def test_tensors_that_take_the_place_of_others() -> None:
+@on_ranks(2)
+def test_tensors_that_take_the_place_of_others(me: Rank) -> None:
     """The engine keeps calls that it has bound to tensors: other tensors at the same address are other calls."""
-    run(same_addresses, 2)
-
-
-def same_addresses(me: Rank) -> None:
     with me.join():
         memory = torch.zeros(4096, dtype=torch.uint8)
         for dtype in (torch.float32, torch.int64, torch.float16, torch.int8):
@@ -243,7 +250,8 @@ def same_addresses(me: Rank) -> None:
                 assert x.tolist() == [1] * count
 
 
-def global_ranks(me: Rank) -> None:
+@on_ranks(3)
+def test_ranks_are_those_of_the_world_or_by_name_of_the_group(me: Rank) -> None:
     with me.join():
         group = dist.new_group([1, 2], backend="ringreduce")
         if me.rank == 0:
@@ -294,11 +302,8 @@ def global_ranks(me: Rank) -> None:
         assert array.tolist() == [other, other]
 
 
-def test_ranks_are_those_of_the_world_or_by_name_of_the_group() -> None:
-    run(global_ranks, 3)
-
-
-def as_torch_takes_it(me: Rank) -> None:
+@on_ranks(2)
+def test_what_torch_takes(me: Rank) -> None:
     with me.join():
         x, y = torch.arange(2.0) + me.rank, torch.zeros(2)
         ringreduce.all_to_all_single(y, x, None, None)
@@ -328,11 +333,8 @@ def as_torch_takes_it(me: Rank) -> None:
                 ringreduce.all_reduce_coalesced([t, t[1:]])
 
 
-def test_what_torch_takes() -> None:
-    run(as_torch_takes_it, 2)
-
-
-def gathered_shards(me: Rank) -> list[float] | None:
+@on_ranks(2, returns=[[1.0] * 4, None])
+def test_torch_gathers_shards_on_a_device_that_it_has(me: Rank) -> list[float] | None:
     from torch.distributed._shard import sharded_tensor
     from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 
@@ -344,17 +346,14 @@ def gathered_shards(me: Rank) -> list[float] | None:
         return out.tolist() if out is not None else None
 
 
-def test_torch_gathers_shards_on_a_device_that_it_has() -> None:
-    assert run(gathered_shards, 2) == [[1.0] * 4, None]
-
-
 def freed() -> torch.Tensor:
     tensor = torch.ones(4)
     tensor.untyped_storage().resize_(0)
     return tensor
 
 
-def unsuitable_out(me: Rank) -> None:
+@on_ranks(1)
+def test_what_cannot_be_written_as_out(me: Rank) -> None:
     with me.join():
         for out, message in (
             (freed(), "out: a tensor has no memory: .* its storage was freed"),
@@ -370,11 +369,8 @@ def unsuitable_out(me: Rank) -> None:
             ringreduce.all_reduce(freed(), out=torch.ones(4))
 
 
-def test_what_cannot_be_written_as_out() -> None:
-    run(unsuitable_out, 1)
-
-
-def arrays_of_ml_dtypes(me: Rank) -> None:
+@on_ranks(2)
+def test_arrays_of_ml_dtypes_are_used_in_place(me: Rank) -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     add = ringreduce.Op.torch(torch.add, name="add")
     with me.join():
@@ -392,7 +388,3 @@ def arrays_of_ml_dtypes(me: Rank) -> None:
                 assert mixed.tolist() == [2] * 4
         with pytest.raises(InvalidArgument, match="dtype float8_e3m4; reduce it by an operator of your own"):
             ringreduce.all_reduce(np.ones(3, ml_dtypes.float8_e3m4))
-
-
-def test_arrays_of_ml_dtypes_are_used_in_place() -> None:
-    run(arrays_of_ml_dtypes, 2)

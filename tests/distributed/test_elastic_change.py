@@ -11,19 +11,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from bodies.elastic import start
-from distributed.harness import Rank, Ranks, run
+from distributed.harness import Rank, Ranks, on_ranks
 
 from ringreduce import elastic
 from ringreduce.errors import CollectiveTimeout
 from ringreduce.groups.lookup import backend_of
 
 
-def test_a_group_that_could_not_be_entered_goes_at_once() -> None:
+@on_ranks(1, returns=[(2, 0)])
+def test_a_group_that_could_not_be_entered_goes_at_once(me: Rank) -> tuple[int, int]:
     """It must not wait for Python's garbage collector, which may take hours in a process with torch."""
-    assert run(enters_at_the_second_go, 1) == [(2, 0)]
-
-
-def enters_at_the_second_go(me: Rank) -> tuple[int, int]:
     gc.disable()
     world = start(me, 1)
     before = memfds()

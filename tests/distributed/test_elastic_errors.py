@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bodies.elastic import start
-from distributed.harness import Rank, Ranks, run
+from distributed.harness import Rank, Ranks, on_ranks
 
 from ringreduce import elastic
 from ringreduce.coordination.endpoint import Address
@@ -22,7 +22,8 @@ from ringreduce.errors import CollectiveMismatch, CollectiveTimeout, InvalidArgu
 from ringreduce.groups.lookup import backend_of
 
 
-def raises_once(me: Rank) -> tuple[int, int]:
+@on_ranks(3, returns=[(1, 0), (1, 1), (1, 0)])
+def test_an_exception_of_ones_own(me: Rank) -> tuple[int, int]:
     """Rank 1's function raises once; then rank 1 calls `attempt` again."""
     world = start(me, 3)
     raised = 0
@@ -43,10 +44,6 @@ def raises_once(me: Rank) -> tuple[int, int]:
     epoch = world.epoch
     world.leave()
     return epoch, raised
-
-
-def test_an_exception_of_ones_own() -> None:
-    assert run(raises_once, 3) == [(1, 0), (1, 1), (1, 0)]
 
 
 def raises_in_a_callback(me: Rank) -> str:
@@ -76,7 +73,12 @@ def test_the_others_do_not_wait_for_a_member_whose_callback_raises() -> None:
         assert ranks.results(but=(2,)) == ["gone on", "raised"]
 
 
-def callbacks_make_other_calls(me: Rank) -> tuple[int, int]:
+def wrong(world: elastic.World) -> None:
+    raise InvalidArgument("the program's")
+
+
+@on_ranks(2, returns=[(1, 2), (1, 1)])
+def test_a_change_is_not_repeated_after_a_callbacks_own_error(me: Rank) -> tuple[int, int]:
     """The callbacks of two members make different calls, and then rank 0's raises `InvalidArgument`, as a call does."""
     world = start(me, 2)
     called = 0
@@ -97,27 +99,8 @@ def callbacks_make_other_calls(me: Rank) -> tuple[int, int]:
     return called, world.epoch
 
 
-def wrong(world: elastic.World) -> None:
-    raise InvalidArgument("the program's")
-
-
-def test_a_change_is_not_repeated_after_a_callbacks_own_error() -> None:
-    assert run(callbacks_make_other_calls, 2) == [(1, 2), (1, 1)]
-
-
-def leaves_without_a_word(me: Rank) -> int:
-    """Rank 1 goes on to the next view although its group is in order, like a member that could not make the group."""
-    world = start(me, 3)
-    if me.rank == 1:
-        world._abort = lambda: None  # type: ignore[method-assign]
-        world._change(SystemFailure("no descriptors are left"))
-    for _ in range(3):  # where rank 1 is waited for first, the others come to the next epoch
-        world.attempt(lambda: dist.all_reduce(torch.ones(1)))
-    world.leave()
-    return world.size
-
-
-def fails_to_make(me: Rank) -> int:
+@on_ranks(3, returns=[3, 3, 3])
+def test_a_group_that_one_member_cannot_make_is_made_again(me: Rank) -> int:
     """Rank 1 cannot make the second group. The others have made it by then, or fail as well."""
     world = start(me, 3)
     if me.rank == 1:
@@ -139,25 +122,28 @@ def fails_to_make(me: Rank) -> int:
     return world.size
 
 
-def test_a_group_that_one_member_cannot_make_is_made_again() -> None:
-    assert run(fails_to_make, 3) == [3, 3, 3]
+@on_ranks(3, returns=[3, 3, 3])
+def test_the_others_notice_a_member_that_could_not_come_along(me: Rank) -> int:
+    """Rank 1 goes on to the next view although its group is in order, like a member that could not make the group."""
+    world = start(me, 3)
+    if me.rank == 1:
+        world._abort = lambda: None  # type: ignore[method-assign]
+        world._change(SystemFailure("no descriptors are left"))
+    for _ in range(3):  # where rank 1 is waited for first, the others come to the next epoch
+        world.attempt(lambda: dist.all_reduce(torch.ones(1)))
+    world.leave()
+    return world.size
 
 
-def test_the_others_notice_a_member_that_could_not_come_along() -> None:
-    assert run(leaves_without_a_word, 3) == [3, 3, 3]
-
-
-def calls_another_thing(me: Rank) -> None:
+@on_ranks(2)
+def test_a_mismatch_is_raised_and_not_repeated(me: Rank) -> None:
     world = start(me, 2)
     with pytest.raises(CollectiveMismatch):
         world.attempt(lambda: dist.all_reduce(torch.ones(1 + me.rank)))
 
 
-def test_a_mismatch_is_raised_and_not_repeated() -> None:
-    run(calls_another_thing, 2)
-
-
-def nobody_lets_in(me: Rank) -> None:
+@on_ranks(1)
+def test_arguments_and_a_world_that_is_not_there(me: Rank) -> None:
     founder = Member("founder", Address(identity(), None, None, {}).dump())
     me.store.set("ringreduce/elastic/0/members now", View(0, (founder,)).dump())  # the founders have begun
     with pytest.raises(CollectiveTimeout, match="no member has looked who waits"):
@@ -171,10 +157,6 @@ def nobody_lets_in(me: Rank) -> None:
             start(me, 1, **wrong)
     with pytest.raises(InvalidArgument, match="rank is 3 and world_size 2"):
         elastic.start(store=me.store, rank=3, world_size=2)
-
-
-def test_arguments_and_a_world_that_is_not_there() -> None:
-    run(nobody_lets_in, 1)
 
 
 def without_descriptors(me: Rank) -> int:

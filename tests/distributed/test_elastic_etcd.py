@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +14,7 @@ import etcd
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.harness import Rank, Ranks
+from distributed.harness import Rank, Ranks, in_threads
 
 from ringreduce import elastic
 from ringreduce.coordination.etcd import Etcd, _Connection
@@ -57,11 +56,7 @@ def test_values(tmp_path: Path) -> None:
             one.set(f"many/{number}", "x")
         assert one.check([f"many/{number}" for number in range(150)])
         assert not one.check([f"many/{number}" for number in range(151)])
-        threads = [threading.Thread(target=lambda: [Etcd(address).add("m", 1) for _ in range(20)]) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads([lambda: [Etcd(address).add("m", 1) for _ in range(20)]] * 4)
         assert one.add("m", 0) == 80
         processes[0].kill()
         with pytest.raises(ConnectionError):

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bodies.elastic import come, start, tell, wait_for
-from distributed.harness import Rank, Ranks, run
+from distributed.harness import Rank, Ranks, on_ranks, run
 
 import ringreduce
 from ringreduce import elastic
@@ -77,7 +77,8 @@ def test_a_joiner_on_another_machine_dies() -> None:
         assert ranks.results(but=(2,)) == [2, 2]
 
 
-def joins_with_other_options(me: Rank) -> Any:
+@on_ranks(3, returns=[2, 2, "raised"])
+def test_a_joiner_with_other_options_does_not_stop_the_others(me: Rank) -> Any:
     """Rank 2 joins with other options, and lives until the others have gone on."""
     if me.rank == 2:
         me.store.wait(["ready"], timedelta(seconds=60))
@@ -93,10 +94,6 @@ def joins_with_other_options(me: Rank) -> Any:
     size = world.size
     world.leave()
     return size
-
-
-def test_a_joiner_with_other_options_does_not_stop_the_others() -> None:
-    assert run(joins_with_other_options, 3) == [2, 2, "raised"]
 
 
 def joins_again_and_again(me: Rank) -> int:

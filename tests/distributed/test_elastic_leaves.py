@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bodies.elastic import come, start, tell, wait_for
-from distributed.harness import Rank, Ranks, run
+from distributed.harness import Rank, Ranks, on_ranks
 
 from ringreduce import elastic
 from ringreduce.elastic.context import WorldContext
@@ -35,7 +35,8 @@ def leaves_when_it_is_expelled(me: Rank) -> tuple[str, int]:
     how = "trained"
     try:
         while not world.attempt(body):
-            pass
+            if world.epoch == 1:
+                me.store.set("they are without it", "")
     except Expelled:
         how = "expelled"
     epoch = world.epoch
@@ -50,12 +51,23 @@ def test_an_expelled_rank_that_leaves_disturbs_nobody() -> None:
     with Ranks(leaves_when_it_is_expelled, 3) as ranks:
         ranks.reports()
         ranks.signal(1, signal.SIGSTOP)
-        time.sleep(6)
+        ranks.store.wait(["they are without it"], timedelta(seconds=60))
         ranks.signal(1, signal.SIGCONT)
         assert ranks.results() == [("trained", 1), ("expelled", 1), ("trained", 1)]
 
 
-def leaves_without_a_group(me: Rank) -> int:
+def no_group() -> None:
+    time.sleep(0.05)
+    raise SystemFailure("none today")
+
+
+def ledgers() -> int:
+    """The number of ledgers of worlds that this process has open."""
+    return sum("memfd:ringreduce world" in os.path.realpath(each) for each in Path("/proc/self/fd").iterdir())
+
+
+@on_ranks(1, returns=[0])
+def test_a_member_without_a_group_can_leave(me: Rank) -> int:
     """The ledgers of worlds that are gone are closed, also if the last change could not make a group."""
     before = ledgers()
     for number in range(2):
@@ -71,20 +83,6 @@ def leaves_without_a_group(me: Rank) -> int:
     while ledgers() > before and time.monotonic() < end:  # the thread that watched a view maps the ledger until it ends
         time.sleep(0.05)
     return ledgers() - before
-
-
-def no_group() -> None:
-    time.sleep(0.05)
-    raise SystemFailure("none today")
-
-
-def ledgers() -> int:
-    """The number of ledgers of worlds that this process has open."""
-    return sum("memfd:ringreduce world" in os.path.realpath(each) for each in Path("/proc/self/fd").iterdir())
-
-
-def test_a_member_without_a_group_can_leave() -> None:
-    assert run(leaves_without_a_group, 1) == [0]
 
 
 def too_few(me: Rank) -> str:
@@ -105,7 +103,8 @@ def test_too_few_ranks_say_so() -> None:
         assert ranks.results(but=(2,)) == ["too few"] * 2
 
 
-def leaves_and_lives(me: Rank) -> int:
+@on_ranks(3, returns=[2, 2, -1])
+def test_others_go_on_at_once_without_a_member_that_leaves(me: Rank) -> int:
     """Rank 2 leaves after its first step, and its process ends last. The others go on without it at once."""
     world = start(me, 3, timeout=timedelta(seconds=1000))
     for _ in range(2):
@@ -120,11 +119,8 @@ def leaves_and_lives(me: Rank) -> int:
     return size
 
 
-def test_others_go_on_at_once_without_a_member_that_leaves() -> None:
-    assert run(leaves_and_lives, 3) == [2, 2, -1]
-
-
-def comes_when_all_is_over(me: Rank) -> str:
+@on_ranks(3, returns=["", "", "0"])
+def test_a_process_that_starts_when_all_have_left_ends_well(me: Rank) -> str:
     if me.rank == 2:
         while not me.store.check(["left"]):
             time.sleep(0.01)
@@ -137,10 +133,6 @@ def comes_when_all_is_over(me: Rank) -> str:
     if me.store.add("leavers", 1) == 2:
         me.store.set("left", "")
     return ""
-
-
-def test_a_process_that_starts_when_all_have_left_ends_well() -> None:
-    assert run(comes_when_all_is_over, 3) == ["", "", "0"]
 
 
 def comes_when_all_have_died(me: Rank) -> None:
@@ -177,3 +169,21 @@ def test_a_process_that_starts_when_all_have_died_says_so(when: str) -> None:
             ranks._processes[rank].join(60)
         tell(ranks, "come 2", "go on")
         ranks.results(but=(0, 1))
+
+
+@on_ranks(2)
+def test_a_member_may_leave_while_one_on_another_host_goes_on_to_its_next_call(me: Rank) -> None:
+    os.environ["RINGREDUCE_HOST_ID"] = f"host {me.rank}"
+    times = 20
+    if me.rank == 0:
+        world = start(me, 1)
+        world.state(step=0)
+        while world.epoch < 2 * times:
+            world.attempt(lambda: dist.all_reduce(torch.ones(1)))
+        world.leave()
+        return
+    for _ in range(times):
+        world = start(me, 1)
+        world.state(step=0)
+        world.leave()
+        assert not dist.is_initialized()

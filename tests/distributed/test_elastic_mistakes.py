@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bodies.elastic import come, start, wait_for
-from distributed.harness import Rank, Ranks, run
+from distributed.harness import Rank, Ranks, on_ranks, run
 from torch import nn
 
 from ringreduce import elastic
@@ -34,7 +34,8 @@ def maximum(value: torch.Tensor) -> int:
     return int(result)
 
 
-def cannot_prepare(me: Rank) -> None:
+@on_ranks(2)
+def test_a_commit_counts_although_the_next_group_cannot_be_prepared(me: Rank) -> None:
     world = start(me, 2)
     if me.rank == 0:
 
@@ -47,11 +48,8 @@ def cannot_prepare(me: Rank) -> None:
     world.leave()
 
 
-def test_a_commit_counts_although_the_next_group_cannot_be_prepared() -> None:
-    run(cannot_prepare, 2)
-
-
-def callback_fails(me: Rank) -> None:
+@on_ranks(2)
+def test_a_callback_for_stragglers_fails(me: Rank) -> None:
     world = start(me, 2)
     told: list[Late] = []
 
@@ -72,11 +70,8 @@ def callback_fails(me: Rank) -> None:
     world.leave()
 
 
-def test_a_callback_for_stragglers_fails() -> None:
-    run(callback_fails, 2)
-
-
-def is_interrupted(me: Rank) -> None:
+@on_ranks(2)
+def test_an_attempt_is_interrupted(me: Rank) -> None:
     world = start(me, 2)
     calls: list[int] = []
 
@@ -95,11 +90,8 @@ def is_interrupted(me: Rank) -> None:
     world.leave()
 
 
-def test_an_attempt_is_interrupted() -> None:
-    run(is_interrupted, 2)
-
-
-def starts_twice(me: Rank) -> None:
+@on_ranks(2)
+def test_a_second_start(me: Rank) -> None:
     world = start(me, 2)
     with pytest.raises(InvalidArgument, match=r"start: this process has a default group; call world.leave\(\)"):
         start(me, 2)
@@ -107,11 +99,8 @@ def starts_twice(me: Rank) -> None:
     world.leave()
 
 
-def test_a_second_start() -> None:
-    run(starts_twice, 2)
-
-
-def forks(me: Rank) -> None:
+@on_ranks(2)
+def test_a_forked_child_is_no_member(me: Rank) -> None:
     world = start(me, 2)
     world.attempt(lambda: dist.all_reduce(torch.ones(1)))
     if (child := os.fork()) == 0:
@@ -129,11 +118,8 @@ def forks(me: Rank) -> None:
     world.leave()
 
 
-def test_a_forked_child_is_no_member() -> None:
-    run(forks, 2)
-
-
-def declares_a_class(me: Rank) -> None:
+@on_ranks(1)
+def test_a_class_as_a_part_of_the_state(me: Rank) -> None:
     world = start(me, 1)
     with pytest.raises(InvalidArgument, match="state: net is the class Linear; give an object"):
         world.state(net=nn.Linear)
@@ -141,10 +127,6 @@ def declares_a_class(me: Rank) -> None:
     world.leave()
     with pytest.raises(InvalidArgument, match="state: this process has left the world"):
         world.state(step=0)
-
-
-def test_a_class_as_a_part_of_the_state() -> None:
-    run(declares_a_class, 1)
 
 
 def declares_other_parts(me: Rank) -> int:
@@ -174,7 +156,8 @@ def test_a_joiner_with_other_parts() -> None:
         assert ranks.results() == [2, 2, 0]
 
 
-def names_its_rank(me: Rank) -> None:
+@on_ranks(1)
+def test_arguments_of_start(me: Rank) -> None:
     os.environ["RANK"] = "a"
     with pytest.raises(InvalidArgument, match="start: RANK is 'a'; it must be a whole number"):
         elastic.start(store="etcd://nowhere:1/job")
@@ -191,10 +174,6 @@ def names_its_rank(me: Rank) -> None:
     world = elastic.start(rank=0, world_size=1)  # not what the variables say
     assert world.size == 1
     world.leave()
-
-
-def test_arguments_of_start() -> None:
-    run(names_its_rank, 1)
 
 
 def waits(me: Rank) -> int:
@@ -266,7 +245,13 @@ def test_an_error_that_interrupts_a_vote(after: bool) -> None:
         assert found == [("", 3)] * 3
 
 
-def is_interrupted_in_a_change(me: Rank) -> int:
+def fails_without_a_group() -> None:
+    dist.destroy_process_group()
+    raise Interrupt
+
+
+@on_ranks(3, returns=[1, 0, 0])
+def test_an_error_that_interrupts_a_change(me: Rank) -> int:
     world = start(me, 3)
     world.attempt(lambda: dist.all_reduce(torch.ones(1)))
     if me.rank == 2:
@@ -289,16 +274,8 @@ def is_interrupted_in_a_change(me: Rank) -> int:
     return world.size
 
 
-def fails_without_a_group() -> None:
-    dist.destroy_process_group()
-    raise Interrupt
-
-
-def test_an_error_that_interrupts_a_change() -> None:
-    assert run(is_interrupted_in_a_change, 3) == [1, 0, 0]
-
-
-def nests(me: Rank) -> None:
+@on_ranks(2)
+def test_attempts_and_commits_within_an_attempt(me: Rank) -> None:
     world = start(me, 2)
     world.state(step=0)
     for call in (world.commit, lambda: world.attempt(int)):
@@ -306,10 +283,6 @@ def nests(me: Rank) -> None:
             world.attempt(call)  # type: ignore[arg-type]
         steps_agree(world, me)
     world.leave()
-
-
-def test_attempts_and_commits_within_an_attempt() -> None:
-    run(nests, 2)
 
 
 def hides_the_failure(me: Rank) -> int:
@@ -337,12 +310,9 @@ def test_an_error_of_the_programs_own_because_of_a_lost_member() -> None:
         assert ranks.results(but=(2,)) == [2, 2]
 
 
-def is_as_impatient_as_its_rank(me: Rank) -> None:
+@on_ranks(2)
+def test_different_patience(me: Rank) -> None:
     with pytest.raises(
         InvalidArgument, match=r"start: patience is \d here and \d on rank \d; give all processes the same"
     ):
         start(me, 2, patience=1.0 + me.rank)
-
-
-def test_different_patience() -> None:
-    run(is_as_impatient_as_its_rank, 2)

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bodies.elastic import loss_of, start
-from distributed.harness import Rank, Ranks, run
+from distributed.harness import Rank, Ranks, on_ranks, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
@@ -62,17 +62,17 @@ def test_a_static_graph_is_reduced_after_a_change() -> None:
         assert max(ranks.results(but=(2,))) < 1e-12
 
 
-def has_another_least(me: Rank) -> str:
+@on_ranks(
+    2,
+    returns=[
+        "start: least is 1 here and 2 on rank 1; give all processes the same",
+        "start: least is 2 here and 1 on rank 0; give all processes the same",
+    ],
+)
+def test_founders_with_other_arguments_are_told(me: Rank) -> str:
     with pytest.raises(InvalidArgument) as caught:
         start(me, 2, least=1 + me.rank)
     return str(caught.value)
-
-
-def test_founders_with_other_arguments_are_told() -> None:
-    assert run(has_another_least, 2) == [
-        "start: least is 1 here and 2 on rank 1; give all processes the same",
-        "start: least is 2 here and 1 on rank 0; give all processes the same",
-    ]
 
 
 def joins_with_another_least(me: Rank) -> tuple[int, str]:
@@ -97,7 +97,8 @@ def test_a_joiner_with_other_arguments_is_told_and_the_others_go_on() -> None:
     assert (size, text) == (1, "start: least is 2 here and 1 on the members; give all processes the same")
 
 
-def makes_one_call_more(me: Rank) -> str:
+@on_ranks(2)
+def test_a_mismatch_goes_through_on_all(me: Rank) -> None:
     world = start(me, 2)
 
     def function() -> None:
@@ -106,14 +107,12 @@ def makes_one_call_more(me: Rank) -> str:
 
     with pytest.raises(CollectiveMismatch) as caught:
         world.attempt(function)
-    return str(caught.value)
+    text = str(caught.value)
+    assert "made different calls" in text
 
 
-def test_a_mismatch_goes_through_on_all() -> None:
-    assert all("made different calls" in text for text in run(makes_one_call_more, 2))
-
-
-def raises_when_another_has(me: Rank) -> str:
+@on_ranks(2, returns=["bad batch on rank 0", "bad batch on rank 1"])
+def test_an_error_is_not_swallowed_because_another_member_raised_before(me: Rank) -> str:
     world = start(me, 2)
 
     def function() -> None:
@@ -123,10 +122,6 @@ def raises_when_another_has(me: Rank) -> str:
     with pytest.raises(ValueError, match="bad batch") as caught:
         world.attempt(function)
     return str(caught.value)
-
-
-def test_an_error_is_not_swallowed_because_another_member_raised_before() -> None:
-    assert run(raises_when_another_has, 2) == ["bad batch on rank 0", "bad batch on rank 1"]
 
 
 def leaves(me: Rank) -> list[str]:
@@ -197,7 +192,8 @@ VALUES = [
 ]
 
 
-def receives(me: Rank) -> list[bool]:
+@on_ranks(2, returns=[[True] * 7] * 2)
+def test_tensors_of_all_dtypes_are_received(me: Rank) -> list[bool]:
     world = start(me, 2)
     mine = nn.Parameter(torch.full((3,), float(me.rank)))
     state = world.state(values=VALUES if me.rank == 0 else [], parameter=mine)
@@ -207,10 +203,6 @@ def receives(me: Rank) -> list[bool]:
     found.append(state.parameter is mine and mine.tolist() == [0.0] * 3)
     world.leave()
     return found
-
-
-def test_tensors_of_all_dtypes_are_received() -> None:
-    assert run(receives, 2) == [[True] * 7] * 2
 
 
 FOUNDER = """

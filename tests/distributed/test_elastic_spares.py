@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bodies.elastic import BATCH, start
-from distributed.harness import Rank, Ranks, run
+from distributed.harness import Rank, Ranks, on_ranks, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -68,7 +68,8 @@ def test_a_spare_changes_no_bit() -> None:
         assert parameters(victim) == plain
 
 
-def waits_as_a_spare(me: Rank) -> str:
+@on_ranks(3, returns=["2", "2", "over"])
+def test_a_spare_that_is_not_needed(me: Rank) -> str:
     if me.rank == 2:
         with pytest.raises(elastic.Over):
             elastic.start(spares=1, store=me.store, rank=2, world_size=3, timeout=timedelta(seconds=2))
@@ -79,10 +80,6 @@ def waits_as_a_spare(me: Rank) -> str:
     size = world.size
     world.leave()
     return str(size)
-
-
-def test_a_spare_that_is_not_needed() -> None:
-    assert run(waits_as_a_spare, 3) == ["2", "2", "over"]
 
 
 def has_a_straggler(me: Rank) -> tuple[int, list[int], list[tuple[int, int]], str]:
@@ -119,7 +116,8 @@ def test_a_straggler_is_named_and_left_behind() -> None:
     assert all(each[1:3] == ([1], [(1, results[1][0])]) for each in results)
 
 
-def waits_for_rank_1(me: Rank) -> tuple[int, bool]:
+@on_ranks(3, returns=[(1, True)] * 3)
+def test_the_members_know_for_whom_they_have_waited(me: Rank) -> tuple[int, bool]:
     """Rank 1 comes half a second after the others."""
     world = start(me, 3)
 
@@ -136,7 +134,3 @@ def waits_for_rank_1(me: Rank) -> tuple[int, bool]:
     late = world.lateness()[0]
     world.leave()
     return late.rank, late.seconds > 0.1
-
-
-def test_the_members_know_for_whom_they_have_waited() -> None:
-    assert run(waits_for_rank_1, 3) == [(1, True)] * 3

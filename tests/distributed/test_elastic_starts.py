@@ -13,8 +13,8 @@ import etcd
 import pytest
 import torch
 import torch.distributed as dist
-from bodies.elastic import come, start, tell
-from distributed.harness import Rank, Ranks, run
+from bodies.elastic import come, start, tell, wait_for
+from distributed.harness import Rank, Ranks, on_ranks
 
 from ringreduce import elastic
 from ringreduce.coordination import process
@@ -26,11 +26,6 @@ from ringreduce.groups import exchange
 
 SOON = 20.0
 """Seconds, far below the timeout of 60 that these tests give to `start`."""
-
-
-def wait_for(me: Rank, key: str) -> None:
-    while not me.store.check([key]):
-        time.sleep(0.005)
 
 
 def sees_no_ends(me: Rank) -> None:
@@ -135,7 +130,8 @@ def test_a_founder_dies_before_the_store_knows_the_members() -> None:
         assert ranks.results(but=(1,)) == [2, 2]
 
 
-def starts_again(me: Rank) -> None:
+@on_ranks(2)
+def test_a_process_starts_again_after_it_has_left(me: Rank) -> None:
     """Rank 1 leaves and joins again. When all have left, the world of this store is over, and another one is made."""
     world = start(me, 2)
     world.attempt(lambda: dist.all_reduce(torch.ones(1)))
@@ -152,10 +148,6 @@ def starts_again(me: Rank) -> None:
     world = elastic.start(store=store, rank=me.rank, world_size=2, timeout=30.0)
     assert world.epoch == 0 and world.size == 2
     world.leave()
-
-
-def test_a_process_starts_again_after_it_has_left() -> None:
-    run(starts_again, 2)
 
 
 def test_a_rank_of_the_environment_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:

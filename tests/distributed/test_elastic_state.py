@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bodies.elastic import come, start, wait_for
-from distributed.harness import Rank, Ranks, run
+from distributed.harness import Rank, Ranks, on_ranks
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -24,7 +24,8 @@ from ringreduce.elastic.state import PIECE, State
 from ringreduce.errors import InvalidArgument, TooFewRanks
 
 
-def holds(me: Rank) -> list[bool]:
+@on_ranks(2, returns=[[True] * 7] * 2)
+def test_what_lies_in_lists_and_dictionaries_is_received_in_place(me: Rank) -> list[bool]:
     """Whether what the program holds under names of its own is what `state` has, and what rank 0 had."""
     with torch.device("meta"):  # where the program's new tensors go, and not those of a world
         world = start(me, 2)
@@ -57,10 +58,6 @@ def holds(me: Rank) -> list[bool]:
     return found
 
 
-def test_what_lies_in_lists_and_dictionaries_is_received_in_place() -> None:
-    assert run(holds, 2) == [[True] * 7] * 2
-
-
 class Clears:
     """An object that clears its tensor before it loads one."""
 
@@ -75,7 +72,8 @@ class Clears:
         self.value += found["value"]
 
 
-def shares_memory(me: Rank) -> tuple[Any, ...]:
+@on_ranks(2, returns=[(5.0, 9.0, [7.0, 7.0], [3.0, 3.0], True)] * 2)
+def test_two_parts_may_share_memory_on_a_joiner_only(me: Rank) -> tuple[Any, ...]:
     """`best` begins as the net's own tensors and is something else on rank 0; `tied` is one tensor on both."""
     world = start(me, 2)
     net = nn.Linear(1, 1, bias=False)
@@ -88,10 +86,6 @@ def shares_memory(me: Rank) -> tuple[Any, ...]:
     world.leave()
     values = net.weight.item(), state.best["weight"].item(), tied.tolist(), state.clears.value.tolist()
     return *values, state.second[0] is tied
-
-
-def test_two_parts_may_share_memory_on_a_joiner_only() -> None:
-    assert run(shares_memory, 2) == [(5.0, 9.0, [7.0, 7.0], [3.0, 3.0], True)] * 2
 
 
 @pytest.mark.parametrize(
@@ -107,7 +101,8 @@ def test_parts_in_which_nothing_can_be_received_are_refused(part: Callable[[], A
         State({"p": part()})
 
 
-def holds_wrapped(me: Rank) -> list[Any]:
+@on_ranks(2, returns=[[[1.0] * 3, [3.0] * 3, [0.0] * 3] * 2] * 2)
+def test_tensors_that_consist_of_others_are_parts_of_a_state(me: Rank) -> list[Any]:
     """Rank 0's optimizer has states that consist of several tensors, or are not dense. Rank 1's has none, or others."""
     weight = nn.Parameter(torch.zeros(3))
     optimizer = torch.optim.SGD([weight], lr=0.1)
@@ -122,10 +117,6 @@ def holds_wrapped(me: Rank) -> list[Any]:
     assert found["sparse"].to_dense().equal(torch.eye(2)) and found["step"] == 7
     assert all(isinstance(each, TwoTensor) and isinstance(each.b, TwoTensor) for each in (found["m"], *state.wrapped))
     return [each.tolist() for m in (found["m"], mine) for each in (m.a, m.b.a, m.b.b)]
-
-
-def test_tensors_that_consist_of_others_are_parts_of_a_state() -> None:
-    assert run(holds_wrapped, 2) == [[[1.0] * 3, [3.0] * 3, [0.0] * 3] * 2] * 2
 
 
 def is_refused(me: Rank) -> None:

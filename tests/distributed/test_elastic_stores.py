@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bodies.elastic import train
-from distributed.harness import Rank, Ranks, run
+from distributed.harness import Rank, Ranks, on_ranks
 
 from ringreduce import elastic
 
@@ -66,7 +66,8 @@ class Hangs(dist.Store):
         return False
 
 
-def with_a_store_that_hangs(me: Rank) -> tuple[int, int, bool]:
+@on_ranks(3, returns=[(0, 3, True)] * 3)
+def test_members_do_not_wait_for_the_launchers_store(me: Rank) -> tuple[int, int, bool]:
     """The store does not answer from step 5 on. `timeout` and `expel_after` are shorter than its requests."""
     store = Hangs(me.store)
     world = elastic.start(store=store, rank=me.rank, world_size=3, timeout=timedelta(seconds=4), expel_after=1.0)
@@ -80,11 +81,8 @@ def with_a_store_that_hangs(me: Rank) -> tuple[int, int, bool]:
     return world.epoch, world.size, longest < 3
 
 
-def test_members_do_not_wait_for_the_launchers_store() -> None:
-    assert run(with_a_store_that_hangs, 3) == [(0, 3, True)] * 3
-
-
-def lets_in_without_a_store(me: Rank) -> int:
+@on_ranks(4, returns=[4] * 4)
+def test_a_process_is_let_in_while_rank_0_gets_no_answer(me: Rank) -> int:
     """Rank 0's store does not answer any more once rank 3 waits. The others invite it."""
     store = Hangs(me.store)
     if me.rank == 3:
@@ -104,7 +102,3 @@ def lets_in_without_a_store(me: Rank) -> int:
     while world.size == 3:
         world.attempt(body)
     return world.size
-
-
-def test_a_process_is_let_in_while_rank_0_gets_no_answer() -> None:
-    assert run(lets_in_without_a_store, 4) == [4] * 4

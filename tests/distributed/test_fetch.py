@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.harness import Rank, run
+from distributed.harness import Rank, on_ranks, run
 
 import ringreduce
 import ringreduce.groups.stats  # before a rank becomes a user who may not read files here
@@ -83,10 +83,6 @@ def lent(me: Rank, options: dict[str, Any], reaches: bool = True) -> int:
         return ringreduce.stats()[dist.group.WORLD.group_name]["all_reduce"].lent  # type: ignore[union-attr]
 
 
-def lent_unless(me: Rank, blind: int) -> int:
-    return lent(me, {}, reaches=me.rank != blind)
-
-
 @pytest.mark.parametrize("size", (2, 3, 4))
 def test_ordinary_tensors_are_lent_if_the_kernel_lets(size: int) -> None:
     largest = COUNTS[-1] * size * 4
@@ -98,8 +94,9 @@ def test_without_fetch_they_are_copied() -> None:
 
 
 @pytest.mark.parametrize("blind", (0, 2))
-def test_if_one_rank_cannot_read_the_others_all_copy(blind: int) -> None:
-    assert run(lent_unless, 3, blind) == [0, 0, 0]
+@on_ranks(3, returns=[0, 0, 0])
+def test_if_one_rank_cannot_read_the_others_all_copy(me: Rank, blind: int) -> int:
+    return lent(me, {}, reaches=me.rank != blind)
 
 
 def test_memory_is_open_until_the_group_ends_and_only_if_it_is_read() -> None:
@@ -187,7 +184,8 @@ def needs_root(how: str) -> None:
 # all ways in turn
 
 
-def in_turn(me: Rank) -> None:
+@on_ranks(2, 3)
+def test_ranks_pass_values_on_in_all_ways_in_turn(me: Rank) -> None:
     with me.join():
         ranks = torch.arange(me.size, dtype=torch.float64)
         for size in (40_003, 700_001):
@@ -206,11 +204,6 @@ def in_turn(me: Rank) -> None:
                     ringreduce.all_gather_single(gathered, ranks[me.rank].expand(size).contiguous())
                     assert gathered.view(me.size, size).equal(ranks[:, None].expand(me.size, size))
             assert not KERNEL_LETS or (min(lent[1:]) == 0 < max(lent[1:])), f"{size}: always or never lent: {lent}"
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_pass_values_on_in_all_ways_in_turn(size: int) -> None:
-    run(in_turn, size)
 
 
 @pytest.mark.slow

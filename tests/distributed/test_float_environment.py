@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bodies.collectives import OPS
-from distributed.harness import Rank, in_threads, run, run_cases
+from distributed.harness import Rank, in_threads, on_ranks, run, run_cases
 from unit.elements import CASES, FLOATS, as_bytes, operand
 
 import ringreduce
@@ -84,7 +84,7 @@ def test_kernels(dtype: str, op: str) -> None:
 
 @pytest.mark.parametrize("wire", ["bfloat16", "int8", "int4"])
 def test_packing(wire: str) -> None:
-    values = operand("float32", 1031, 0)
+    values = operand("float32", 1031, 0).clone()
     values[:320] = torch.randn(320) * 1e-40
 
     def both() -> tuple[bytes, bytes]:
@@ -213,7 +213,8 @@ def test_all_reduce_of_sparse_tensors() -> None:
     assert first == second
 
 
-def in_several_threads(me: Rank) -> None:
+@on_ranks(2)
+def test_threads_that_wait_for_calls(me: Rank) -> None:
     """Calls of one group from threads whose environments differ; each waits for calls of the others too."""
     with me.join():
         given = operand("float32", 1001, me.rank) * 1e-38
@@ -232,10 +233,6 @@ def in_several_threads(me: Rank) -> None:
             in_threads([lambda number=number: wait(number) for number in range(4)])  # type: ignore[misc]
             for tensor in tensors:
                 assert as_bytes(tensor).tobytes() == as_bytes(wanted).tobytes()
-
-
-def test_threads_that_wait_for_calls() -> None:
-    run(in_several_threads, 2)
 
 
 # ---- the parameter server --------------------------------------------------------------------------------------------

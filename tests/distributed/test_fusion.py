@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.harness import Rank, run
+from distributed.harness import Rank, on_ranks, run
 from torch import Tensor
 
 import ringreduce
@@ -35,7 +35,9 @@ def strided(tensors: list[Tensor]) -> list[Tensor]:
     return [wide[:, 0] for wide in spread]
 
 
-def mixed_list(me: Rank, asynchronous: bool) -> None:
+@pytest.mark.parametrize("asynchronous", [False, True])
+@on_ranks(1, 2, 3)
+def test_a_list_of_many_dtypes_and_sizes(me: Rank, asynchronous: bool) -> None:
     with me.join():
         sums = [sum(tensors) for tensors in zip(*(given(r) for r in range(me.size)), strict=True)]
         for layout in (list, strided):
@@ -48,12 +50,6 @@ def mixed_list(me: Rank, asynchronous: bool) -> None:
                 torch.testing.assert_close(actual, expected, rtol=0, atol=0)
             if layout is strided:
                 assert all((t._base[:, 1] == 99).all() for t in tensors)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_list_of_many_dtypes_and_sizes(size: int, asynchronous: bool) -> None:
-    run(mixed_list, size, asynchronous)
 
 
 def rounded(me: Rank) -> list[bytes]:
@@ -69,21 +65,13 @@ def test_all_ranks_have_the_same_bits() -> None:
     assert all(other == first for other in others)
 
 
-def arrays(me: Rank) -> None:
+@on_ranks(2)
+def test_arrays_and_no_tensors_at_all(me: Rank) -> None:
     with me.join():
         tensors = [np.full(n, me.rank + 1.0) for n in (2, 3)]
         ringreduce.all_reduce_coalesced(tensors, dist.ReduceOp.MAX)
         assert [t.tolist() for t in tensors] == [[2.0] * 2, [2.0] * 3]
         assert ringreduce.all_reduce_coalesced([]) is None
-
-
-def test_arrays_and_no_tensors_at_all() -> None:
-    run(arrays, 2)
-
-
-def different(me: Rank, lists: tuple[list[Tensor], list[Tensor]]) -> None:
-    with me.join(), pytest.raises(CollectiveMismatch):
-        ringreduce.all_reduce_coalesced(lists[me.rank])
 
 
 @pytest.mark.parametrize(
@@ -97,11 +85,14 @@ def different(me: Rank, lists: tuple[list[Tensor], list[Tensor]]) -> None:
     ],
     ids=["order", "number", "an empty one", "after a large one", "dtype"],
 )
-def test_lists_that_differ_between_ranks(lists: tuple[list[Tensor], list[Tensor]]) -> None:
-    run(different, 2, lists)
+@on_ranks(2)
+def test_lists_that_differ_between_ranks(me: Rank, lists: tuple[list[Tensor], list[Tensor]]) -> None:
+    with me.join(), pytest.raises(CollectiveMismatch):
+        ringreduce.all_reduce_coalesced(lists[me.rank])
 
 
-def overlapping(me: Rank) -> None:
+@on_ranks(2)
+def test_tensors_that_share_memory(me: Rank) -> None:
     with me.join():
         whole = torch.ones(10)
         with pytest.raises(InvalidArgument, match="share memory"):
@@ -117,7 +108,3 @@ def overlapping(me: Rank) -> None:
         pairs[:, 1] = torch.full((10,), 7, dtype=torch.int32).view(torch.float32)
         ringreduce.all_reduce_coalesced([pairs[:, 0], pairs[:, 1].view(torch.int32)])
         assert pairs[:, 0].eq(2).all() and pairs[:, 1].view(torch.int32).eq(14).all()
-
-
-def test_tensors_that_share_memory() -> None:
-    run(overlapping, 2)

@@ -7,13 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import until
 
 ROOT = Path(__file__).parents[2]
 
@@ -132,7 +131,7 @@ def test_a_part_that_is_killed_leaves_its_rows(tmp_path: Path) -> None:
 
     with start("kernels", "--json", str(report)) as process:
         try:
-            until(lambda: len(rows()) >= 3, 60)
+            until(lambda: len(rows()) >= 3)
         finally:
             process.kill()
     found = json.loads(report.read_text())
@@ -151,16 +150,9 @@ def test_one():
     command = ("proof", "--part", "tests-1", "--results", str(tmp_path), "--", str(test))
     with start(*command) as process:
         try:
-            until(lambda: running.exists() and running.read_text() != "", 90)
+            until(lambda: running.exists() and running.read_text() != "", seconds=90)
             pid = int(running.read_text())
         finally:
             process.terminate()
         assert process.wait(10) == 128 + signal.SIGTERM
-    until(lambda: not Path(f"/proc/{pid}").exists(), 10)
-
-
-def until(condition: Callable[[], bool], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "not in time"
-        time.sleep(0.05)
+    until(lambda: not Path(f"/proc/{pid}").exists(), seconds=10)

@@ -36,20 +36,10 @@ from bodies.grid import (
     combinations,
     same,
 )
-from distributed.harness import Rank, run, run_cases
+from distributed.harness import Rank, on_ranks, run, run_cases
 
 import ringreduce
 from ringreduce.errors import InvalidArgument
-
-# layouts
-
-
-# a call
-
-
-# One function a collective. It makes the call, and returns what it wrote with what it should have written; or None
-# where this rank has no part.
-
 
 # the grid
 
@@ -145,7 +135,8 @@ def numbers(rank: int, count: int = 40_000) -> torch.Tensor:
     return ((torch.arange(count) * 3 + rank * 5) % 13).float()
 
 
-def input_within_output(me: Rank) -> None:
+@on_ranks(3)
+def test_inputs_may_lie_anywhere_in_outputs(me: Rank) -> None:
     """Wherever in the output the input lies: at its own place, at another rank's, or across two."""
     everything = torch.cat([numbers(rank) for rank in range(me.size)])
     count = len(everything) // me.size
@@ -164,10 +155,6 @@ def input_within_output(me: Rank) -> None:
             ringreduce.reduce_scatter_tensor(output, inputs)
             expected = everything[me.rank * count :][:count] * me.size + sum(range(me.size))
             assert torch.equal(output, expected), f"reduce_scatter_tensor, output at {start}"
-
-
-def test_inputs_may_lie_anywhere_in_outputs() -> None:
-    run(input_within_output, 3)
 
 
 ODD: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
@@ -199,13 +186,10 @@ def test_odd_arguments_are_refused() -> None:
     run_cases(odd_arguments, 3, {name: (name,) for name in ODD})
 
 
-def premul_factors(me: Rank) -> None:
+@on_ranks(3)
+def test_premul_sum_takes_numbers_and_tensors(me: Rank) -> None:
     with me.join():
         for factor in (2.0, 0.5, torch.tensor(0.5), torch.tensor([2])):
             tensor = torch.full((100,), 1.0 + me.rank)
             ringreduce.all_reduce(tensor, dist._make_nccl_premul_sum(factor))
             assert torch.equal(tensor, torch.full((100,), 6.0 * float(factor))), factor
-
-
-def test_premul_sum_takes_numbers_and_tensors() -> None:
-    run(premul_factors, 3)

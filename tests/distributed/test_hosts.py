@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from bodies import collectives, faults, lifecycle, surface
-from distributed.harness import Rank, Ranks, run, run_cases
+from distributed.harness import Rank, Ranks, on_ranks, run, run_cases
 from processes import Logged
 
 import ringreduce
-from ringreduce.errors import CollectiveTimeout, InvalidArgument, PeerLost, TopologyError
+from ringreduce.errors import CollectiveTimeout, InvalidArgument, TopologyError
 from ringreduce.groups.lookup import backend_of
 from ringreduce.topology import hosts_file
 from ringreduce.topology.hosts_file import HostsFile
@@ -29,7 +28,7 @@ NOTICED = 2.0
 """Seconds in which all ranks must know of a death or a mismatch."""
 
 Hosts = Sequence[int] | None
-"""The host of each rank; None: each is alone, by transport='tcp'."""
+"""The host of each rank; None: each is alone, by transport='tcp'; (): all are on this one."""
 PLACEMENTS: dict[str, Hosts] = {"tcp": None, "2 x 2": [0, 0, 1, 1], "interleaved": [0, 1, 0, 1], "uneven": [0, 1, 1, 1]}
 
 
@@ -37,7 +36,7 @@ def placed(me: Rank, hosts: Hosts, function: Callable[..., Any], *args: Any) -> 
     """Calls `function(me, *args)` where all groups are over these hosts."""
     if hosts is None:
         os.environ["RINGREDUCE_TRANSPORT"] = "tcp"
-    else:
+    elif hosts:
         os.environ["RINGREDUCE_HOST_ID"] = f"host {hosts[me.rank]}"
     return function(me, *args)
 
@@ -91,9 +90,9 @@ BODIES: dict[str, tuple[Callable[..., Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("hosts", (None, [0, 1, 1, 0]), ids=("tcp", "2 hosts"))
+@pytest.mark.parametrize("hosts", ((), None, [0, 1, 1, 0]), ids=("one host", "tcp", "2 hosts"))
 @pytest.mark.parametrize("size", (2, 3, 4))
-def test_what_works_on_one_host_works_on_several(size: int, hosts: Hosts) -> None:
+def test_what_works_on_one_host_and_on_several(size: int, hosts: Hosts) -> None:
     run_cases(placed, size, {name: (hosts, body) for name, (body, ranks) in BODIES.items() if ranks == size})
 
 
@@ -119,13 +118,10 @@ def test_links_are_with_ranks_on_other_hosts_alone() -> None:
     assert run(peers_linked, 3, None) == [set()] * 3
 
 
-def only_shared_memory(me: Rank) -> None:
+@on_ranks(3, through=(placed, [0, 0, 1]))
+def test_shared_memory_is_for_one_host(me: Rank) -> None:
     with pytest.raises(TopologyError, match="cannot share memory"):
         me.join(timeout=10, options=ringreduce.Options(transport="shared_memory")).__enter__()
-
-
-def test_shared_memory_is_for_one_host() -> None:
-    run(placed, 3, [0, 0, 1], only_shared_memory)
 
 
 def with_files_of_their_own(me: Rank, files: Sequence[str]) -> tuple[Any, ...]:
@@ -166,14 +162,11 @@ def test_all_ranks_say_what_is_wrong_with_the_file_of_rank_0(tmp_path: Path) -> 
     run(placed, 3, [0, 1, 1], a_bad_file, str(tmp_path / "hosts.json"))
 
 
-def no_interface(me: Rank) -> None:
+@on_ranks(2)
+def test_an_interface_that_is_not_there(me: Rank) -> None:
     options = ringreduce.Options(transport="tcp", socket_ifname="=nowhere0")
     with pytest.raises(InvalidArgument, match="RINGREDUCE_SOCKET_IFNAME='=nowhere0' leaves no interface"):
         me.join(timeout=10, options=options).__enter__()
-
-
-def test_an_interface_that_is_not_there() -> None:
-    run(no_interface, 2)
 
 
 # faults
@@ -182,13 +175,7 @@ def test_an_interface_that_is_not_there() -> None:
 @pytest.mark.parametrize("hosts", (None, [0, 0, 1], [0, 1, 0]), ids=str)
 def test_survivors_of_a_kill_name_the_dead_rank_at_once(hosts: Hosts) -> None:
     with Ranks(placed, 3, hosts, faults.reduce_in_a_loop, 60.0, 20.0, [0, 1]) as ranks:
-        ranks.reports()
-        killed = ranks.signal(2, signal.SIGKILL)
-        for kind, message, culprit, when in ranks.reports(but=(2,)):
-            assert (kind, culprit) == (PeerLost, 2)
-            assert f"rank 2 ({socket.gethostname()}, pid {ranks.pid(2)})" in message
-            assert killed < when < killed + NOTICED
-        ranks.results(but=(2,))
+        faults.death_is_known(ranks, 2, NOTICED)
 
 
 def test_a_stopped_rank_is_what_the_group_waits_for() -> None:
@@ -207,18 +194,14 @@ def test_a_stopped_rank_is_what_the_group_waits_for() -> None:
 @pytest.mark.parametrize("hosts", (None, [0, 1, 0]), ids=("tcp", "2 hosts"))
 def test_a_rank_that_goes_on_after_the_timeout_changes_no_tensor_of_others(hosts: Hosts, shared: bool) -> None:
     with Ranks(placed, 3, hosts, faults.stop_in_the_middle, 1, shared) as ranks:
-        ranks.reports(but=(1,))
-        ranks.signal(1, signal.SIGCONT)
-        ranks.results()
+        faults.goes_on_late(ranks)
 
 
 @pytest.mark.parametrize("shared", (True, False))
 def test_a_rank_that_goes_on_after_the_timeout_takes_nothing_that_was_changed(shared: bool) -> None:
     for _ in range(2):  # the rank is not always stopped inside of a call
         with Ranks(placed, 2, None, faults.gather_late, shared) as ranks:
-            ranks.reports(but=(1,))
-            ranks.signal(1, signal.SIGCONT)
-            ranks.results()
+            faults.goes_on_late(ranks)
 
 
 @pytest.mark.parametrize(("hosts", "late"), ((None, 0.0), ([0, 1, 0], 0.3)), ids=("tcp", "2 hosts, one rank late"))
@@ -309,30 +292,24 @@ def test_fewer_bytes_on_the_wire() -> None:
         assert 0.99 * share < found < 1.02 * share, name  # also frames of control, which time decides on
 
 
-def not_finite(me: Rank, wire_dtype: str) -> Any:
+@pytest.mark.parametrize("wire_dtype", ("bfloat16", "int8"))
+@on_ranks(3, through=(placed, None))
+def test_what_is_not_finite_is_so_after_the_wire(me: Rank, wire_dtype: str) -> None:
     with me.join(options=ringreduce.Options(wire_dtype=wire_dtype, algorithms="all_reduce:ring")):
         values = torch.ones(1000)
         if me.rank == 1:
             values[500] = torch.inf
         dist.all_reduce(values)
-        return values.numpy()
-
-
-@pytest.mark.parametrize("wire_dtype", ("bfloat16", "int8"))
-def test_what_is_not_finite_is_so_after_the_wire(wire_dtype: str) -> None:
-    for values in run(placed, 3, None, not_finite, wire_dtype):
+        values = values.numpy()
         assert not np.isfinite(values[500])
         assert (values[:400] == 3).all() and (values[600:] == 3).all()
 
 
-def another_wire_dtype(me: Rank) -> None:
+@on_ranks(2, through=(placed, None))
+def test_ranks_must_agree_on_the_wire_dtype(me: Rank) -> None:
     options = ringreduce.Options(wire_dtype=("bfloat16", "int8")[me.rank])
     with pytest.raises(InvalidArgument, match="wire_dtype"), me.join(options=options):
         pass
-
-
-def test_ranks_must_agree_on_the_wire_dtype() -> None:
-    run(placed, 2, None, another_wire_dtype)
 
 
 def with_a_file_of_one_machine(me: Rank) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.harness import Rank, in_threads, run, run_cases
+from distributed.harness import Rank, in_threads, on_ranks, run_cases
 
 import ringreduce
 from ringreduce import Op, data, elastic
@@ -101,7 +101,8 @@ def test_ctrl_c_ends_a_call(transport: str) -> None:
     in_threads([functools.partial(some, number) for number in range(3)])  # each waits most of the time
 
 
-def handler_of_its_own(me: Rank) -> None:
+@on_ranks(2)
+def test_a_handler_of_the_programs_own_waits_for_the_call(me: Rank) -> None:
     """It may make calls itself, so it runs when the call has ended."""
     heard: list[int] = []
     signal.signal(signal.SIGINT, lambda *_: (heard.append(1), ringreduce.barrier()))
@@ -119,11 +120,8 @@ def handler_of_its_own(me: Rank) -> None:
         ringreduce.all_reduce(x)
 
 
-def test_a_handler_of_the_programs_own_waits_for_the_call() -> None:
-    run(handler_of_its_own, 2)
-
-
-def waits_for_a_rank_that_never_comes(me: Rank) -> None:
+@on_ranks(3)
+def test_ctrl_c_while_a_group_is_made(me: Rank) -> None:
     if me.rank == 0:
         with interrupted(), me.join(timeout=120.0):
             pass
@@ -131,10 +129,6 @@ def waits_for_a_rank_that_never_comes(me: Rank) -> None:
         with pytest.raises(PeerLost, match=r"rank 0 .*KeyboardInterrupt"), me.join(timeout=120.0):
             pass
     me.meet("over")
-
-
-def test_ctrl_c_while_a_group_is_made() -> None:
-    run(waits_for_a_rank_that_never_comes, 3)
 
 
 class Slow:
@@ -146,16 +140,14 @@ class Slow:
         return 0
 
 
-def waits_for_a_batch(me: Rank) -> None:
+@on_ranks(1)
+def test_ctrl_c_while_a_loader_waits(me: Rank) -> None:
     with data.Loader(Slow(), data.Order(10, 2), timeout=120.0) as loader, interrupted():
         loader.get(0, 0, 1)
 
 
-def test_ctrl_c_while_a_loader_waits() -> None:
-    run(waits_for_a_batch, 1)
-
-
-def waits_for_workers(me: Rank) -> None:
+@on_ranks(2)
+def test_ctrl_c_while_a_worker_waits_for_another(me: Rank) -> None:
     with ps.join(me.store, rank=me.rank, size=2, timeout=120.0) as kv:
         kv.init("w", torch.zeros(3), mode=ps.sync())
         if me.rank == 0:
@@ -166,11 +158,8 @@ def waits_for_workers(me: Rank) -> None:
         me.meet("over")
 
 
-def test_ctrl_c_while_a_worker_waits_for_another() -> None:
-    run(waits_for_workers, 2)
-
-
-def waits_to_be_let_in(me: Rank) -> None:
+@on_ranks(2)
+def test_ctrl_c_while_a_spare_waits(me: Rank) -> None:
     if me.rank == 1:
         with interrupted():
             elastic.start(1, spares=1, store=me.store, rank=1, world_size=2)
@@ -181,7 +170,3 @@ def waits_to_be_let_in(me: Rank) -> None:
         world.leave()
         return
     me.meet("over")
-
-
-def test_ctrl_c_while_a_spare_waits() -> None:
-    run(waits_to_be_let_in, 2)

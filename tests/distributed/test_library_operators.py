@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from bodies.operators import PLACEMENTS, later, lives_on, logged_by_operators, placed
-from distributed.harness import Rank, run
+from distributed.harness import Rank, on_ranks, run
 
 import ringreduce
 from ringreduce import Op
@@ -54,12 +54,8 @@ def extremes(me: Rank) -> None:
                     assert_same(index, torch.where(owners, indices[:, None], 8).amin(0))  # the lowest of equal ones
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_the_highest_and_the_lowest(size: int) -> None:
-    run(placed, size, {}, extremes_in_the_engine)
-
-
-def extremes_in_the_engine(me: Rank) -> None:
+@on_ranks(1, 2, 3, 8, through=(placed, {}))
+def test_the_highest_and_the_lowest(me: Rank) -> None:
     logged = logged_by_operators()
     extremes(me)
     assert not logged.messages
@@ -87,7 +83,8 @@ def records_of(rank: int, count: int) -> np.ndarray[Any, Any]:
     return records
 
 
-def by_key(me: Rank) -> None:
+@on_ranks(3, through=(placed, {}))
+def test_whole_records_follow_their_key(me: Rank) -> None:
     for count in COUNTS:
         every = np.stack([records_of(rank, count) for rank in range(me.size)])
         for op, owner in (
@@ -103,10 +100,6 @@ def by_key(me: Rank) -> None:
     best = every[every["loss"].argmin(0), np.arange(10)]
     ringreduce.all_reduce(spaced[::2], op=Op.min_by("loss"))
     assert spaced[::2].tobytes() == best.tobytes() and spaced[1::2].tobytes() == records_of(me.rank, 10).tobytes()
-
-
-def test_whole_records_follow_their_key() -> None:
-    run(placed, 3, {}, by_key)
 
 
 # the first k
@@ -158,7 +151,8 @@ def test_moments_of_all_samples(size: int) -> None:
 # functions of torch that the library has kernels for
 
 
-def by_torch(me: Rank) -> None:
+@on_ranks(3, through=(placed, {}))
+def test_functions_of_torch_by_kernels(me: Rank) -> None:
     logged = logged_by_operators()
     functions: list[Any] = [torch.add, torch.mul, torch.minimum, torch.maximum, torch.logaddexp]
     for dtype in (torch.float32, torch.bfloat16, torch.int16):
@@ -178,14 +172,11 @@ def by_torch(me: Rank) -> None:
     assert not logged.messages
 
 
-def test_functions_of_torch_by_kernels() -> None:
-    run(placed, 3, {}, by_torch)
-
-
 # other calls, and what cannot be combined
 
 
-def other_calls(me: Rank) -> None:
+@on_ranks(3, through=(placed, {}))
+def test_scan_reduce_and_reduce_scatter_take_tuples_too(me: Rank) -> None:
     every = values_of(me.size, 21, torch.float64).nan_to_num(9)
     index = torch.full((21,), me.rank)
     value = every[me.rank].clone()
@@ -203,11 +194,8 @@ def other_calls(me: Rank) -> None:
     assert torch.equal(out[0], every.max(0).values) and torch.equal(whole[0], every[me.rank])
 
 
-def test_scan_reduce_and_reduce_scatter_take_tuples_too() -> None:
-    run(placed, 3, {}, other_calls)
-
-
-def wrong(me: Rank) -> None:
+@on_ranks(2, through=(placed, {}))
+def test_what_cannot_be_combined_is_named_and_the_group_lives(me: Rank) -> None:
     ones, whole, again = torch.ones(3), torch.ones(3, dtype=torch.int64), torch.ones(3)
     line, records = torch.arange(4), np.zeros(3, [("a", "f4"), ("b", "i8"), ("c", "i8")])
     titled = np.zeros(3, np.dtype({"names": ["a"], "formats": ["f4"], "titles": ["T"]}))
@@ -240,10 +228,6 @@ def wrong(me: Rank) -> None:
         with pytest.raises(InvalidArgument, match=message):
             ringreduce.scan(given, op)
     lives_on(me)
-
-
-def test_what_cannot_be_combined_is_named_and_the_group_lives() -> None:
-    run(placed, 2, {}, wrong)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +266,8 @@ def test_an_operator_on_records_takes_a_tuple() -> None:
     run(placed, 2, {}, by_numba)
 
 
-def same_as_a_function(me: Rank) -> None:
+@on_ranks(4, through=(placed, {}))
+def test_argmax_is_what_a_function_of_torch_gives(me: Rank) -> None:
     """On two tensors, which Python combines."""
     value, index = torch.arange(50.0) % (me.rank + 2), torch.full((50,), me.rank)
     again = value.clone(), index.clone()
@@ -291,14 +276,11 @@ def same_as_a_function(me: Rank) -> None:
     assert torch.equal(value, again[0]) and torch.equal(index, again[1])
 
 
-def test_argmax_is_what_a_function_of_torch_gives() -> None:
-    run(placed, 4, {}, same_as_a_function)
-
-
 # the rest of a record, and other fields
 
 
-def with_more_dimensions(me: Rank) -> None:
+@on_ranks(3, through=(placed, {}))
+def test_what_goes_with_a_key_may_have_more_dimensions(me: Rank) -> None:
     weights = torch.arange(24.0).view(2, 3, 4) + 100 * me.rank
     loss = torch.tensor([1.0 + me.rank, 5.0 - me.rank])
     ringreduce.all_reduce((loss, weights), op=Op.min_by())
@@ -310,11 +292,9 @@ def with_more_dimensions(me: Rank) -> None:
     assert loss.item() == 1 - me.size and parameters.eq(me.size - 1).all()
 
 
-def test_what_goes_with_a_key_may_have_more_dimensions() -> None:
-    run(placed, 3, {}, with_more_dimensions)
-
-
-def differ(me: Rank, what: str) -> None:
+@pytest.mark.parametrize("what", ["narrow dtypes", "long keys", "functions of torch of one name"])
+@on_ranks(2, through=(placed, {}))
+def test_ranks_that_differ_find_out(me: Rank, what: str) -> None:
     first, owner, long = me.rank == 0, torch.full((2,), me.rank), "x" * 70
     records = np.zeros(2, [(long + "1", "f4"), (long + "2", "f4")])
     value = torch.ones(2).to(torch.bfloat16 if first else torch.float32)
@@ -325,11 +305,6 @@ def differ(me: Rank, what: str) -> None:
             ringreduce.all_reduce(records, op=Op.max_by(long + ("1" if first else "2")))
         else:
             ringreduce.all_reduce(torch.ones(2), op=Op.torch(torch.add if first else torch.mul, name="x"))
-
-
-@pytest.mark.parametrize("what", ["narrow dtypes", "long keys", "functions of torch of one name"])
-def test_ranks_that_differ_find_out(what: str) -> None:
-    run(placed, 2, {}, differ, what)
 
 
 def outside(me: Rank) -> None:

@@ -25,18 +25,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from bodies.collectives import COLLECTIVES, SMALL_SLOTS, all_reduce, same, total, values
-from bodies.lifecycle import drop_in_child, in_child, leave_a_child_behind, load_and_reduce, outlived_by_a_child
-from distributed.harness import Rank, Ranks, in_threads, run
+from bodies.lifecycle import in_child, leave_a_child_behind, outlived_by_a_child
+from distributed.harness import Rank, Ranks, in_threads, on_ranks, run
 
 import ringreduce
 import ringreduce.groups.make
 from ringreduce import _C
 from ringreduce.errors import Aborted, PeerLost, RingReduceError
+from ringreduce.groups.lookup import backend_of
 
 # threads
 
 
-def a_group_per_thread(me: Rank) -> None:
+@on_ranks(3)
+def test_groups_are_used_from_several_threads_at_once(me: Rank) -> None:
     kinds = [f for name, f in COLLECTIVES.items() if name not in ("barrier", "send_and_recv", "recv_from_any")]
 
     with me.join(options=SMALL_SLOTS):
@@ -70,11 +72,8 @@ def a_group_per_thread(me: Rank) -> None:
         in_threads([*(lambda thread=thread: work(thread) for thread in range(4)), work_in_the_default_group])
 
 
-def test_groups_are_used_from_several_threads_at_once() -> None:
-    run(a_group_per_thread, 3)
-
-
-def one_group_in_all_threads(me: Rank) -> None:
+@on_ranks(3)
+def test_messages_of_one_group_from_several_threads(me: Rank) -> None:
     """Messages may be in any order, so threads need not agree."""
     with me.join(options=SMALL_SLOTS):
 
@@ -93,14 +92,11 @@ def one_group_in_all_threads(me: Rank) -> None:
         in_threads([lambda thread=thread: exchange(thread) for thread in range(4)])
 
 
-def test_messages_of_one_group_from_several_threads() -> None:
-    run(one_group_in_all_threads, 3)
-
-
 # works
 
 
-def hundreds_in_flight(me: Rank) -> None:
+@on_ranks(3)
+def test_hundreds_of_works_in_flight_are_waited_for_in_any_order(me: Rank) -> None:
     with me.join(options=SMALL_SLOTS):
         other = dist.new_group()
         tensors = [values(me.rank, 1 + call % 700, call) for call in range(800)]
@@ -114,11 +110,8 @@ def hundreds_in_flight(me: Rank) -> None:
             same(tensors[call], total(me.size, 1 + call % 700, call))
 
 
-def test_hundreds_of_works_in_flight_are_waited_for_in_any_order() -> None:
-    run(hundreds_in_flight, 3)
-
-
-def drop_works(me: Rank) -> None:
+@on_ranks(2)
+def test_works_may_be_dropped(me: Rank) -> None:
     with me.join(options=SMALL_SLOTS):
         after, before = (me.rank + 1) % me.size, (me.rank - 1) % me.size
         tensors = [values(me.rank, 500, call) for call in range(200)]
@@ -143,11 +136,8 @@ def drop_works(me: Rank) -> None:
         dist.barrier()
 
 
-def test_works_may_be_dropped() -> None:
-    run(drop_works, 2)
-
-
-def free_inputs_early(me: Rank) -> None:
+@on_ranks(2)
+def test_tensors_of_a_call_under_way_may_be_deleted(me: Rank) -> None:
     count = 50_000
 
     def overwrite() -> list[torch.Tensor]:
@@ -175,11 +165,8 @@ def free_inputs_early(me: Rank) -> None:
         dist.barrier()  # nobody has waited for the last message
 
 
-def test_tensors_of_a_call_under_way_may_be_deleted() -> None:
-    run(free_inputs_early, 2)
-
-
-def destroy_with_work_in_flight(me: Rank) -> None:
+@on_ranks(3)
+def test_a_group_is_destroyed_with_work_in_flight_while_another_works(me: Rank) -> None:
     """Rank 1 makes no calls, so that those of the others cannot end."""
     with me.join():
         doomed = [dist.new_group() for _ in range(3)]
@@ -205,10 +192,6 @@ def destroy_with_work_in_flight(me: Rank) -> None:
         all_reduce(me, 1000, 0)
 
 
-def test_a_group_is_destroyed_with_work_in_flight_while_another_works() -> None:
-    run(destroy_with_work_in_flight, 3)
-
-
 # forks
 
 
@@ -220,10 +203,20 @@ USES: dict[str, Callable[[], Any]] = {
     "send": lambda: dist.send(torch.ones(4), (dist.get_rank() + 1) % 2),
     "recv": lambda: dist.recv(torch.ones(4), (dist.get_rank() + 1) % 2),
     "recv from any": lambda: dist.recv(torch.ones(4)),
+    "fail": lambda: backend_of(None).fail("the child has no memory"),
 }
 
 
-def use_in_child(me: Rank, name: str, busy: bool) -> None:
+def _bases(text: str) -> list[str]:
+    """The classes of the error that a child reported."""
+    kind = getattr(ringreduce.errors, text.partition(":")[0], object)
+    return [base.__name__ for base in kind.__mro__]
+
+
+@pytest.mark.parametrize("busy", (False, True), ids=("idle", "busy"))
+@pytest.mark.parametrize("name", USES)
+@on_ranks(2)
+def test_a_forked_child_that_uses_its_parents_group_is_told(me: Rank, name: str, busy: bool) -> None:
     with me.join():
         all_reduce(me, 1000, 0)
         works = []
@@ -243,19 +236,16 @@ def use_in_child(me: Rank, name: str, busy: bool) -> None:
         all_reduce(me, 1000, 3)
 
 
-def _bases(text: str) -> list[str]:
-    """The classes of the error that a child reported."""
-    kind = getattr(ringreduce.errors, text.partition(":")[0], object)
-    return [base.__name__ for base in kind.__mro__]
+def waits_in_kernel(task: Path) -> str:
+    """Where in the kernel a thread waits."""
+    try:
+        return (task / "wchan").read_text()
+    except OSError:
+        return ""
 
 
-@pytest.mark.parametrize("busy", (False, True), ids=("idle", "busy"))
-@pytest.mark.parametrize("name", USES)
-def test_a_forked_child_that_uses_its_parents_group_is_told(name: str, busy: bool) -> None:
-    run(use_in_child, 2, name, busy)
-
-
-def fork_while_a_call_ends(me: Rank) -> None:
+@on_ranks(1)
+def test_a_fork_while_a_call_ends(me: Rank) -> None:
     """Standard error takes no more, so the thread that ends the call stays where it prints the call's line."""
     with me.join(options=ringreduce.Options(debug=2)):
         dist.all_reduce(torch.ones(10), async_op=True).wait()
@@ -288,22 +278,11 @@ def fork_while_a_call_ends(me: Rank) -> None:
         assert "fork" in text and "RingReduceError" in _bases(text), text
 
 
-def waits_in_kernel(task: Path) -> str:
-    """Where in the kernel a thread waits."""
-    try:
-        return (task / "wchan").read_text()
-    except OSError:
-        return ""
-
-
-def test_a_fork_while_a_call_ends() -> None:
-    run(fork_while_a_call_ends, 1)
-
-
-def new_group_in_child(me: Rank, folder: str) -> None:
+@on_ranks(2)
+def test_a_forked_child_makes_a_group_of_its_own(me: Rank, tmp_path: Path) -> None:
     def child() -> float:
         dist.destroy_process_group()
-        store = dist.FileStore(f"{folder}/store", me.size)
+        store = dist.FileStore(f"{tmp_path}/store", me.size)
         dist.init_process_group("ringreduce", store=store, rank=me.rank, world_size=me.size)
         tensor = torch.full((10_000,), 1.0 + me.rank)
         for _ in range(20):
@@ -323,24 +302,13 @@ def new_group_in_child(me: Rank, folder: str) -> None:
             work.wait()
 
 
-def test_a_forked_child_makes_a_group_of_its_own(tmp_path: Path) -> None:
-    run(new_group_in_child, 2, str(tmp_path))
-
-
-def test_a_forked_child_may_let_go_of_works_and_group() -> None:
-    run(drop_in_child, 2)
-
-
-def test_data_loader_with_forked_workers() -> None:
-    run(load_and_reduce, 2)
-
-
 def test_a_rank_is_dead_though_a_child_of_it_lives() -> None:
     with Ranks(leave_a_child_behind, 3) as ranks:
         outlived_by_a_child(ranks)
 
 
-def end_without_goodbye(me: Rank) -> None:
+@on_ranks(3)
+def test_a_multiprocessing_child_that_ends_has_left(me: Rank) -> None:
     """The process ends as a multiprocessing child does, with the group still there: it has left, and is not dead."""
     dist.init_process_group(
         "ringreduce",
@@ -366,11 +334,8 @@ def end_without_goodbye(me: Rank) -> None:
     assert raised.value.culprit == 1
 
 
-def test_a_multiprocessing_child_that_ends_has_left() -> None:
-    run(end_without_goodbye, 3)
-
-
-def interrupt_the_end(me: Rank) -> None:
+@on_ranks(1)
+def test_ctrl_c_while_a_group_is_destroyed(me: Rank) -> None:
     """What Python raises while a group's last reference goes cannot be raised there."""
 
     def interrupted() -> None:
@@ -410,10 +375,6 @@ def interrupt_the_end(me: Rank) -> None:
         del group
         for _ in range(2000):  # the signal is delivered between two lines of Python, not within a sleep
             time.sleep(0.01)
-
-
-def test_ctrl_c_while_a_group_is_destroyed() -> None:
-    run(interrupt_the_end, 1)
 
 
 SCRIPT = """

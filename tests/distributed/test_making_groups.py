@@ -21,7 +21,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.harness import Rank, Ranks, in_threads, run
+from distributed.harness import Rank, Ranks, in_threads, on_ranks, run
 from processes import Logged
 
 import ringreduce
@@ -251,7 +251,8 @@ def test_ranks_that_make_their_groups_in_other_orders_do_not_wait_for_each_other
         assert "ranks [0, 1]" in errors[1][0] and "ranks [0, 1, 2]" in errors[1][0]
 
 
-def gives_a_group_up(me: Rank) -> None:
+@on_ranks(3)
+def test_a_group_that_a_rank_has_given_up_is_not_held_against_it(me: Rank) -> None:
     with me.join():
         if me.rank == 1:
             new_group = functools.partial(dist.new_group, [0, 1], timedelta(seconds=1), use_local_synchronization=True)
@@ -259,10 +260,6 @@ def gives_a_group_up(me: Rank) -> None:
         me.meet("given up")
         time.sleep(1.0 if me.rank == 1 else 0.0)  # the others look what it makes meanwhile
         dist.barrier(dist.new_group([0, 1, 2], use_local_synchronization=True))
-
-
-def test_a_group_that_a_rank_has_given_up_is_not_held_against_it() -> None:
-    run(gives_a_group_up, 3)
 
 
 def has_a_wrong_variable(me: Rank) -> tuple[str, int]:
@@ -406,7 +403,8 @@ class NamedStore(dist.HashStore):
     """torch's own with all that it can do."""
 
 
-def has_a_store_of_its_own(me: Rank) -> None:
+@on_ranks(2)
+def test_a_store_in_python_needs_no_compare_set(me: Rank) -> None:
     assert not any(lacks(NamedStore(), method) for method in ("compare_set", *METHODS))
     store = me.store
     me.store = OwnStore(store)
@@ -420,10 +418,6 @@ def has_a_store_of_its_own(me: Rank) -> None:
     assert "the store, a OwnStore, has no check()" in fails(InvalidArgument, join)[0]
     me.store = CheckedStore(store)
     join()
-
-
-def test_a_store_in_python_needs_no_compare_set() -> None:
-    run(has_a_store_of_its_own, 2)
 
 
 def cannot_map(me: Rank, victim: int, room: int, options: ringreduce.Options) -> tuple[str, int]:
@@ -478,7 +472,7 @@ def names_in_a_part(me: Rank) -> Any:
         if me.rank == 1:
             texts = [fails(CollectiveTimeout, lambda: dist.all_reduce(torch.ones(1), group=short))[0]]
             texts.append(fails(CollectiveMismatch, lambda: dist.all_reduce(torch.ones(1), group=group))[0])
-            texts.append(fails(CollectiveTimeout, lambda: dist.new_group([1, 3], timeout=timedelta(seconds=4)))[0])
+            texts.append(fails(CollectiveTimeout, lambda: dist.new_group([1, 3], timeout=timedelta(seconds=1)))[0])
             assert "rank 1 (rank 0 of the group) waited the timeout" in texts[0], texts[0]
             names = [them in text for text in texts]
             if not names[1]:  # rank 3 was the first to see it

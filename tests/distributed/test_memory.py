@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.harness import Rank, Ranks, run
+from distributed.harness import Rank, Ranks, in_threads, on_ranks, run
 from processes import Logged
 from torch.utils.data import DataLoader, Dataset
 
@@ -65,11 +65,8 @@ def summed(tensor: torch.Tensor, group: Any = None) -> int:
 # groups
 
 
-def test_all_groups_lend_a_tensor() -> None:
-    run(in_every_group, 4)
-
-
-def in_every_group(me: Rank) -> None:
+@on_ranks(4)
+def test_all_groups_lend_a_tensor(me: Rank) -> None:
     early = ringreduce.empty(MB)  # before there is a group
     assert shared(early) and ringreduce.arena_stats().in_use == 4 * MB
     with me.join(options=COPIED):
@@ -149,11 +146,8 @@ def stopped_in_one_group(me: Rank) -> None:
         summed(tensor), summed(fresh)
 
 
-def test_staged_and_fused_tensors_are_lent() -> None:
-    run(staged, 2)
-
-
-def staged(me: Rank) -> None:
+@on_ranks(2)
+def test_staged_and_fused_tensors_are_lent(me: Rank) -> None:
     with me.join(options=COPIED):
         grid = torch.empty(512, 1024).t()
         assert summed(grid) >= grid.nbytes // 2
@@ -187,11 +181,8 @@ def kept_memory(me: Rank, keep: int) -> None:
     assert keep == 0 or (again.data_ptr() == last and again.eq(1).all())  # it has its pages
 
 
-def test_no_room() -> None:
-    run(no_room, 1)
-
-
-def no_room(me: Rank) -> None:
+@on_ranks(1)
+def test_no_room(me: Rank) -> None:
     os.environ["RINGREDUCE_ARENA_BYTES"] = "8M"
     ringreduce.share_allocations()
     tensors = [torch.full((MB // 2,), 3.0) for _ in range(6)]
@@ -202,11 +193,8 @@ def no_room(me: Rank) -> None:
         ringreduce.empty(MB // 2)
 
 
-def test_no_arena() -> None:
-    run(no_arena, 1)
-
-
-def no_arena(me: Rank) -> None:
+@on_ranks(1)
+def test_no_arena(me: Rank) -> None:
     os.environ["RINGREDUCE_ARENA_BYTES"] = "0"
     with pytest.raises(InvalidArgument, match="RINGREDUCE_ARENA_BYTES is 0"):
         ringreduce.share_allocations()
@@ -255,11 +243,8 @@ def under_a_limit(me: Rank, limit: int, most: int, options: dict[str, Any]) -> t
 # torch's allocator
 
 
-def test_ordinary_tensors_are_lent() -> None:
-    run(ordinary_tensors, 2)
-
-
-def ordinary_tensors(me: Rank) -> None:
+@on_ranks(2)
+def test_ordinary_tensors_are_lent(me: Rank) -> None:
     before = torch.ones(MB)
     with me.join(options=COPIED):
         ringreduce.share_allocations()
@@ -284,11 +269,8 @@ def ordinary_tensors(me: Rank) -> None:
     del before  # which is older than the allocator
 
 
-def test_each_rank_decides_for_itself() -> None:
-    run(one_rank_shares, 3)
-
-
-def one_rank_shares(me: Rank) -> None:
+@on_ranks(3)
+def test_each_rank_decides_for_itself(me: Rank) -> None:
     with me.join(options=COPIED):
         if me.rank == 1:
             ringreduce.share_allocations()
@@ -300,11 +282,8 @@ def one_rank_shares(me: Rank) -> None:
         assert gathered.eq(me.size).all()
 
 
-def test_what_torch_does_with_storages() -> None:
-    run(storages, 1)
-
-
-def storages(me: Rank) -> None:
+@on_ranks(1)
+def test_what_torch_does_with_storages(me: Rank) -> None:
     image = torch.ones(1, 3, 256, 256)  # 768 KB
     convolution = torch.nn.Conv2d(3, 32, 3, padding=1)
     wanted = convolution(image)  # by oneDNN, whose memory comes from torch's raw allocator
@@ -331,11 +310,7 @@ def storages(me: Rank) -> None:
     lazy.add_(1)
     assert lazy.eq(1).all() and others[2].eq(0).all() and shared(lazy)
     made: list[torch.Tensor] = []
-    threads = [threading.Thread(target=lambda: made.extend(torch.ones(MB) for _ in range(20))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads([lambda: made.extend(torch.ones(MB) for _ in range(20))] * 4)
     assert all(each.eq(1).all() for each in made) and len({each.data_ptr() for each in made}) == 80
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         kept = torch.empty(2 * MB)
@@ -364,11 +339,8 @@ def test_the_variable_holds_from_the_first_group_to_the_end_of_the_program(value
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, f"{in_use}\n", "")
 
 
-def test_the_option_shares_from_the_first_group_on() -> None:
-    run(by_option, 2)
-
-
-def by_option(me: Rank) -> None:
+@on_ranks(2)
+def test_the_option_shares_from_the_first_group_on(me: Rank) -> None:
     with me.join(options=ringreduce.Options(fetch=0, share_allocations=1)):
         assert summed(torch.ones(MB)) >= 2 * MB
 
@@ -393,11 +365,8 @@ def ended_well(pid: int) -> bool:
     return os.waitpid(pid, 0)[1] == 0
 
 
-def test_forked_children() -> None:
-    run(forks, 2)
-
-
-def forks(me: Rank) -> None:
+@on_ranks(2)
+def test_forked_children(me: Rank) -> None:
     with me.join():
         ringreduce.share_allocations()
         tensors = [torch.full((MB,), 3.0)]
@@ -424,11 +393,8 @@ def forks(me: Rank) -> None:
     assert ended_well(in_child(child_without_a_group))
 
 
-def test_children_keep_what_their_parent_frees() -> None:
-    run(frees_before_its_child_has_read, 1)
-
-
-def frees_before_its_child_has_read(me: Rank) -> None:
+@on_ranks(1)
+def test_children_keep_what_their_parent_frees(me: Rank) -> None:
     ringreduce.share_allocations()
     tensors = [torch.full((MB,), 3.0)]
     reading, writing = os.pipe()
@@ -460,11 +426,8 @@ class Rows(Dataset[torch.Tensor]):
         return self.rows[index] + torch.zeros(MB // 4)  # 1 MB of the worker's own
 
 
-def test_data_loader_workers() -> None:
-    run(loads_data, 2)
-
-
-def loads_data(me: Rank) -> None:
+@on_ranks(2)
+def test_data_loader_workers(me: Rank) -> None:
     ringreduce.share_allocations()
     with me.join():
         loader = DataLoader(Rows(), batch_size=4, num_workers=2, multiprocessing_context="fork")

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bodies.collectives import DTYPES
-from distributed.harness import Rank, run
+from distributed.harness import Rank, on_ranks, run
 
 import ringreduce
 from ringreduce.errors import CollectiveMismatch, InvalidArgument
@@ -122,7 +122,9 @@ REDUCTIONS: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
-def reduced(me: Rank, transport: str) -> None:
+@pytest.mark.parametrize("transport", OPTIONS)
+@on_ranks(2)
+def test_reductions_are_refused(me: Rank, transport: str) -> None:
     with me.join(options=OPTIONS[transport]):
         for dtype in (torch.uint16, torch.uint32, torch.uint64, torch.float8_e5m2fnuz, torch.bits8):
             name = str(dtype).removeprefix("torch.")
@@ -138,18 +140,10 @@ def reduced(me: Rank, transport: str) -> None:
         dist.barrier()  # the group is as it was
 
 
-@pytest.mark.parametrize("transport", OPTIONS)
-def test_reductions_are_refused(transport: str) -> None:
-    run(reduced, 2, transport)
-
-
-def of_two_dtypes(me: Rank) -> None:
+@on_ranks(2)
+def test_dtypes_of_one_size_are_not_mixed(me: Rank) -> None:
     with me.join():
         tensor = make(torch.uint16 if me.rank == 0 else torch.int16, 4, 1)
         with pytest.raises(CollectiveMismatch, match=r"dtype=u?int16.*dtype=u?int16"):
             dist.broadcast(tensor, 0)
             dist.barrier()
-
-
-def test_dtypes_of_one_size_are_not_mixed() -> None:
-    run(of_two_dtypes, 2)

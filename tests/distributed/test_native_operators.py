@@ -27,7 +27,7 @@ from bodies.operators import (
     placed,
     rightmost,
 )
-from distributed.harness import Rank, Ranks, run
+from distributed.harness import Rank, Ranks, on_ranks, run
 
 import ringreduce
 from ringreduce import Op
@@ -168,25 +168,28 @@ def elsewhere(me: Rank, path: str, reason: str) -> None:
     assert all(f"does not run in the engine: {reason}" in text for text in logged.messages)
 
 
-def checked(me: Rank, path: str) -> None:
-    logged, op = logged_by_operators(), product_of(path, check=True)
+@on_ranks(3, through=(placed, {}))
+def test_checks_and_scans_stay_in_python(me: Rank, c_library: str) -> None:
+    logged, op = logged_by_operators(), product_of(c_library, check=True)
     x, y = matrices(me.rank, 20_001), matrices(me.rank, 20_001)
     ringreduce.all_reduce(x, op=op)
     assert torch.equal(x, folded(range(me.size), 20_001)) and logged.messages[0].endswith("engine: check=True")
     ringreduce.scan(y, op)
     assert torch.equal(y, folded(range(me.rank + 1), 20_001))
     with pytest.raises(InvalidArgument, match=r"elements of 16 bytes, of dtype int32; .* takes elements of 32 bytes"):
-        ringreduce.all_reduce(x.int(), op=product_of(path))
+        ringreduce.all_reduce(x.int(), op=product_of(c_library))
 
 
-def test_checks_and_scans_stay_in_python(c_library: str) -> None:
-    run(placed, 3, {}, checked, c_library)
-
-
-def strings(me: Rank, path: str, options: ringreduce.Options | None) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [None, SMALL_SLOTS, ringreduce.Options(engine="stream_bytes=65536")],
+    ids=["slots", "small slots", "streamed"],
+)
+@on_ranks(3, through=(placed, {}))
+def test_elements_of_every_size(me: Rank, c_library: str, options: ringreduce.Options | None) -> None:
     group = dist.new_group(backend="ringreduce", pg_options=options) if options else None
     for size in ELEMENT_BYTES:
-        op = Op.c(address(path, f"rightmost_{size}"), size, "rightmost")
+        op = Op.c(address(c_library, f"rightmost_{size}"), size, "rightmost")
         for count in (1, 5, 301, 70_001):
             if count * size > 8 << 20:
                 continue
@@ -197,15 +200,6 @@ def strings(me: Rank, path: str, options: ringreduce.Options | None) -> None:
             x = inputs[me.rank].copy()
             ringreduce.all_reduce(x, op=op, group=group)
             assert x.tobytes() == functools.reduce(rightmost, inputs).tobytes(), f"{count} of {size} bytes"
-
-
-@pytest.mark.parametrize(
-    "options",
-    [None, SMALL_SLOTS, ringreduce.Options(engine="stream_bytes=65536")],
-    ids=["slots", "small slots", "streamed"],
-)
-def test_elements_of_every_size(c_library: str, options: ringreduce.Options | None) -> None:
-    run(placed, 3, {}, strings, c_library, options)
 
 
 def sums(me: Rank, path: str) -> None:
@@ -267,8 +261,9 @@ def test_operators_that_numba_compiles() -> None:
 # faults
 
 
-def fails_on_one_rank(me: Rank, path: str) -> None:
-    op, broken = sum_of(path), flag(path, "broken")
+@on_ranks(4, through=(placed, {}))
+def test_an_operator_that_fails_on_one_rank_is_named_on_all(me: Rank, c_library: str) -> None:
+    op, broken = sum_of(c_library), flag(c_library, "broken")
     other = dist.new_group([0, 2, 3], backend="ringreduce")
     for group, culprit, name in ((None, 1, "rank 1: "), (other, 1, r"rank 2 \(rank 1 of the group\): ")):
         if group is other and me.rank == 1:  # it is not in it
@@ -291,12 +286,9 @@ def fails_on_one_rank(me: Rank, path: str) -> None:
     lives_on(me)
 
 
-def test_an_operator_that_fails_on_one_rank_is_named_on_all(c_library: str) -> None:
-    run(placed, 4, {}, fails_on_one_rank, c_library)
-
-
-def fails_on_a_value(me: Rank, path: str) -> None:
-    op = sum_of(path, "refuses_seven")
+@on_ranks(2, 3, through=(placed, {}))
+def test_an_operator_that_fails_on_a_value_fails_on_every_rank(me: Rank, c_library: str) -> None:
+    op = sum_of(c_library, "refuses_seven")
     for count in (1, 5000, 300_000):
         x = torch.zeros(count, dtype=torch.int32)
         x[count // 2] = 7 if me.rank == 1 else 0
@@ -309,14 +301,10 @@ def fails_on_a_value(me: Rank, path: str) -> None:
     lives_on(me)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_an_operator_that_fails_on_a_value_fails_on_every_rank(c_library: str, size: int) -> None:
-    run(placed, size, {}, fails_on_a_value, c_library)
-
-
-def small_call_fails(me: Rank, path: str) -> None:
+@on_ranks(3, through=(placed, {}))
+def test_in_a_small_call_only_the_failing_rank_raises(me: Rank, c_library: str) -> None:
     """Each rank combines all of a small call, so that nobody gets what another's operator has failed on."""
-    op, broken = sum_of(path), flag(path, "broken")
+    op, broken = sum_of(c_library), flag(c_library, "broken")
     broken.value = int(me.rank == 1)
     x = torch.ones(5, dtype=torch.int32)
     if me.rank == 1:
@@ -328,13 +316,11 @@ def small_call_fails(me: Rank, path: str) -> None:
     lives_on(me)
 
 
-def test_in_a_small_call_only_the_failing_rank_raises(c_library: str) -> None:
-    run(placed, 3, {}, small_call_fails, c_library)
-
-
-def differ(me: Rank, path: str, case: str) -> None:
+@pytest.mark.parametrize("case", ["operators", "dtypes", "counts", "sum"])
+@on_ranks(3, through=(placed, {}))
+def test_calls_that_differ_are_both_named(me: Rank, c_library: str, case: str) -> None:
     last, x = me.rank == me.size - 1, torch.ones(1000, dtype=torch.int32)
-    plus, other = sum_of(path), sum_of(path, "refuses_seven")
+    plus, other = sum_of(c_library), sum_of(c_library, "refuses_seven")
     calls: dict[str, tuple[Callable[[], object], str, str]] = {
         "operators": (
             lambda: ringreduce.all_reduce(x, op=other if last else plus),
@@ -358,11 +344,6 @@ def differ(me: Rank, path: str, case: str) -> None:
     with pytest.raises(CollectiveMismatch) as raised:
         call()
     assert ours in str(raised.value) and theirs in str(raised.value)
-
-
-@pytest.mark.parametrize("case", ["operators", "dtypes", "counts", "sum"])
-def test_calls_that_differ_are_both_named(c_library: str, case: str) -> None:
-    run(placed, 3, {}, differ, c_library, case)
 
 
 def dies_inside(me: Rank, path: str, count: int) -> None:

@@ -28,7 +28,7 @@ from bodies.operators import (
     product,
     rightmost,
 )
-from distributed.harness import Rank, run
+from distributed.harness import Rank, on_ranks, run
 
 import ringreduce
 from ringreduce import Op
@@ -84,7 +84,8 @@ BUILT_IN: dict[Any, Callable[..., torch.Tensor]] = {
 }
 
 
-def built_in_scans(me: Rank) -> None:
+@on_ranks(3, through=(placed, {}))
+def test_scans_of_the_built_in_operations(me: Rank) -> None:
     for op, f in BUILT_IN.items():
         inputs = [matrices(rank, 37).to(torch.int32) for rank in range(me.size)]
         x, y = inputs[me.rank].clone(), inputs[me.rank].clone()
@@ -99,11 +100,8 @@ def built_in_scans(me: Rank) -> None:
     assert x.item() == me.rank + 1
 
 
-def test_scans_of_the_built_in_operations() -> None:
-    run(placed, 3, {}, built_in_scans)
-
-
-def in_small_blocks(me: Rank) -> None:
+@on_ranks(3, through=(placed, {}))
+def test_many_blocks_and_tiles(me: Rank) -> None:
     calls_of_operators.BLOCK_BYTES, calls_of_operators.TILE_BYTES = 1000, 70
     every_call(me)
     tuples(me)
@@ -120,11 +118,8 @@ def in_small_blocks(me: Rank) -> None:
     lives_on(me)
 
 
-def test_many_blocks_and_tiles() -> None:
-    run(placed, 3, {}, in_small_blocks)
-
-
-def in_the_engine(me: Rank) -> None:
+@on_ranks(2, 3, 8, through=(placed, {}))
+def test_the_engine_calls_functions_in_python(me: Rank) -> None:
     logged = logged_by_operators()
     op, kept = Op.torch(product, element=(2, 2)), []
 
@@ -148,22 +143,14 @@ def in_the_engine(me: Rank) -> None:
     assert not logged.messages
 
 
-@pytest.mark.parametrize("size", [2, 3, 8])
-def test_the_engine_calls_functions_in_python(size: int) -> None:
-    run(placed, size, {}, in_the_engine)
-
-
-def forgotten(me: Rank) -> None:
+@on_ranks(2, through=(placed, {}))
+def test_the_engine_keeps_no_function(me: Rank) -> None:
     merge = Merge()
     alive = weakref.ref(merge)
     ringreduce.all_reduce(torch.ones(5000), op=merge.op)
     del merge
     gc.collect()
     assert alive() is None
-
-
-def test_the_engine_keeps_no_function() -> None:
-    run(placed, 2, {}, forgotten)
 
 
 # what a tensor may be
@@ -228,7 +215,8 @@ def welford(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any,
     return out
 
 
-def named_fields(me: Rank) -> None:
+@on_ranks(3, through=(placed, {}))
+def test_records_of_named_fields(me: Rank) -> None:
     samples = [np.random.default_rng(rank).normal(rank, 1 + rank, (10 + rank, 6)) for rank in range(me.size)]
     own = samples[me.rank]
     state = np.zeros((2, 3), WELFORD)
@@ -240,11 +228,8 @@ def named_fields(me: Rank) -> None:
     np.testing.assert_allclose((state["squares"] / state["count"]).ravel(), everything.var(0))
 
 
-def test_records_of_named_fields() -> None:
-    run(placed, 3, {}, named_fields)
-
-
-def layouts(me: Rank) -> None:
+@on_ranks(3, through=(placed, {}))
+def test_layouts_dtypes_and_groups(me: Rank) -> None:
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.bool):
         x = torch.full((9, 4), 1).to(dtype)
         sideways = x.t()[1:3]  # neither contiguous nor all of its memory
@@ -287,15 +272,12 @@ def layouts(me: Rank) -> None:
         assert torch.equal(x, folded([0, 2][: me.rank // 2 + 1], 100))
 
 
-def test_layouts_dtypes_and_groups() -> None:
-    run(placed, 3, {}, layouts)
-
-
 def writes_to_its_operand(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.matmul(a, b, out=a.clone()) if len(a) % 2 else a.copy_(a @ b)
 
 
-def in_place(me: Rank) -> None:
+@on_ranks(3, through=(placed, {}))
+def test_an_operator_may_write_to_its_first_operand(me: Rank) -> None:
     op = Op.torch(writes_to_its_operand, element=(2, 2))
     for count in (3, 20_001):  # more than a tile
         x, y = matrices(me.rank, count), matrices(me.rank, count)
@@ -303,7 +285,3 @@ def in_place(me: Rank) -> None:
         assert torch.equal(x, folded(range(me.size), count))
         ringreduce.scan(y, op)
         assert torch.equal(y, folded(range(me.rank + 1), count))
-
-
-def test_an_operator_may_write_to_its_first_operand() -> None:
-    run(placed, 3, {}, in_place)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bodies.operators import PLACEMENTS, PRODUCT, WELFORD, Merge, later, lives_on, matrices, placed, product, rightmost
-from distributed.harness import Rank, Ranks, run
+from distributed.harness import Rank, Ranks, on_ranks, run
 
 import ringreduce
 from ringreduce import Op
@@ -58,7 +58,8 @@ class Mute(Exception):
         raise RuntimeError("no words")
 
 
-def odd_errors(me: Rank) -> None:
+@on_ranks(2, through=(placed, {}))
+def test_every_error_is_told(me: Rank) -> None:
     """Errors that are hard to tell, and those that end a program."""
     for error, said in (
         (FileNotFoundError("no such file: \udcff"), r"FileNotFoundError: no such file: \\udcff"),
@@ -78,11 +79,9 @@ def odd_errors(me: Rank) -> None:
         lives_on(me)
 
 
-def test_every_error_is_told() -> None:
-    run(placed, 2, {}, odd_errors)
-
-
-def interrupted(me: Rank, count: int) -> None:
+@pytest.mark.parametrize("count", [1000, 100_000, 1_000_000])
+@on_ranks(2, through=(placed, {}))
+def test_a_signal_in_the_function_is_an_error_of_it(me: Rank, count: int) -> None:
     def signalled(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         if me.rank == 1:
             signal.raise_signal(signal.SIGINT)
@@ -94,12 +93,8 @@ def interrupted(me: Rank, count: int) -> None:
     lives_on(me)
 
 
-@pytest.mark.parametrize("count", [1000, 100_000, 1_000_000])
-def test_a_signal_in_the_function_is_an_error_of_it(count: int) -> None:
-    run(placed, 2, {}, interrupted, count)
-
-
-def fails_in_one_of_two_groups(me: Rank) -> None:
+@on_ranks(2, through=(placed, {}))
+def test_an_operator_of_two_threads_fails_where_its_function_fails(me: Rank) -> None:
     merge, groups = Merge(wrong=-1.0), [dist.new_group(backend="ringreduce") for _ in range(2)]
 
     def calls(group: dist.ProcessGroup, value: float) -> list[float]:
@@ -119,11 +114,8 @@ def fails_in_one_of_two_groups(me: Rank) -> None:
     assert not failing and good == [3.0 * me.size] * 100
 
 
-def test_an_operator_of_two_threads_fails_where_its_function_fails() -> None:
-    run(placed, 2, {}, fails_in_one_of_two_groups)
-
-
-def freed_after_a_failure(me: Rank) -> None:
+@on_ranks(2, through=(placed, {}))
+def test_a_failed_call_keeps_no_tensor(me: Rank) -> None:
     alive = []
     for _ in range(3):
         x = torch.full((5000,), 1.0)
@@ -135,11 +127,8 @@ def freed_after_a_failure(me: Rank) -> None:
     assert not any(each() is not None for each in alive)
 
 
-def test_a_failed_call_keeps_no_tensor() -> None:
-    run(placed, 2, {}, freed_after_a_failure)
-
-
-def explained(me: Rank) -> None:
+@on_ranks(2, through=(placed, {}))
+def test_the_traceback_of_an_error_is_that_of_the_function(me: Rank) -> None:
     for count in (2000, 100_000):
         with pytest.raises(OperatorFailed) as raised:
             ringreduce.all_reduce(torch.full((count,), 1.0), op=Merge(wrong=1.0).op)
@@ -147,11 +136,8 @@ def explained(me: Rank) -> None:
         assert [frame.name for frame in frames] == ["merge"]
 
 
-def test_the_traceback_of_an_error_is_that_of_the_function() -> None:
-    run(placed, 2, {}, explained)
-
-
-def calls_inside(me: Rank) -> None:
+@on_ranks(2, through=(placed, {}))
+def test_a_function_that_makes_calls_of_a_group_is_an_error(me: Rank) -> None:
     x = torch.ones(2000)
     for call in (
         lambda: ringreduce.all_reduce(torch.ones(1)),
@@ -172,11 +158,8 @@ def calls_inside(me: Rank) -> None:
     lives_on(me)
 
 
-def test_a_function_that_makes_calls_of_a_group_is_an_error() -> None:
-    run(placed, 2, {}, calls_inside)
-
-
-def wrong_results(me: Rank) -> None:
+@on_ranks(2, through=(placed, {}))
+def test_wrong_results_of_an_operator(me: Rank) -> None:
     x = torch.zeros(8)
     for f, message in (
         (lambda a, b: (a + b).double(), r"returned a Tensor, \(8,\) of torch.float64; .* \(8,\) of torch.float32"),
@@ -194,11 +177,8 @@ def wrong_results(me: Rank) -> None:
     lives_on(me)
 
 
-def test_wrong_results_of_an_operator() -> None:
-    run(placed, 2, {}, wrong_results)
-
-
-def false_claims(me: Rank) -> None:
+@on_ranks(2, 3, through=(placed, {}))
+def test_check_finds_false_claims(me: Rank) -> None:
     x = torch.arange(12.0) + me.rank
     for f, commutative, message in (
         (lambda a, b: a, True, r"it is not so that f\(a, b\) is f\(b, a\), as commutative=True says"),
@@ -222,11 +202,6 @@ def false_claims(me: Rank) -> None:
         records["count"] = me.rank + 1
         ringreduce.all_reduce(records, op=Op.torch(lambda a, b: a.copy(), commutative=True, check=True))
     lives_on(me)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_check_finds_false_claims(size: int) -> None:
-    run(placed, size, {}, false_claims)
 
 
 def different_calls(me: Rank) -> None:
@@ -266,13 +241,10 @@ def test_different_calls_are_named_on_all_ranks(placement: str) -> None:
     run(placed, 3, PLACEMENTS[placement], different_calls)
 
 
-def another_collective(me: Rank) -> None:
+@on_ranks(2, through=(placed, {}))
+def test_an_operator_against_a_sum(me: Rank) -> None:
     with pytest.raises(CollectiveMismatch):
         ringreduce.all_reduce(torch.ones(3), op=Op.torch(torch.add) if me.rank else dist.ReduceOp.SUM)
-
-
-def test_an_operator_against_a_sum() -> None:
-    run(placed, 2, {}, another_collective)
 
 
 def dies_inside(me: Rank) -> None:
@@ -297,7 +269,8 @@ def test_a_rank_killed_inside_an_operator_is_lost(placement: str) -> None:
         ranks.results(but=(1,))
 
 
-def wrong_arguments(me: Rank) -> None:
+@on_ranks(2, through=(placed, {}))
+def test_wrong_arguments_are_named_and_the_group_lives_on(me: Rank) -> None:
     x, plus, pair = torch.ones(4), Op.torch(torch.add), Op.torch(later, tensors=2)
     read_only = np.ones(3, WELFORD)
     read_only.flags.writeable = False
@@ -358,7 +331,3 @@ def wrong_arguments(me: Rank) -> None:
             call()
         assert x.eq(1).all()
     lives_on(me)
-
-
-def test_wrong_arguments_are_named_and_the_group_lives_on() -> None:
-    run(placed, 2, {}, wrong_arguments)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.harness import Rank, run
+from distributed.harness import Rank, on_ranks
 from processes import Logged
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -16,11 +16,8 @@ from ringreduce.groups.lookup import found_in
 
 
 @pytest.mark.parametrize("backend", ["ringreduce", "cpu:ringreduce", "cpu:ringreduce,cuda:ringreduce"])
-def test_options_of_another_backend_do_no_harm(backend: str) -> None:
-    run(with_options_of_gloo, 2, backend)
-
-
-def with_options_of_gloo(me: Rank, backend: str) -> None:
+@on_ranks(2)
+def test_options_of_another_backend_do_no_harm(me: Rank, backend: str) -> None:
     logged = Logged("ringreduce.config")
     logged_at = ringreduce.config.log
     logged_at.setLevel("INFO")
@@ -30,11 +27,8 @@ def with_options_of_gloo(me: Rank, backend: str) -> None:
     assert [text for text in logged.messages if "is for another backend" in text]
 
 
-def test_dimensions_of_a_mesh_have_options_of_their_own() -> None:
-    assert run(mesh, 2) == [True, True]
-
-
-def mesh(me: Rank) -> bool:
+@on_ranks(2, returns=[True, True])
+def test_dimensions_of_a_mesh_have_options_of_their_own(me: Rank) -> bool:
     with me.join():
         copies = ringreduce.Options(fetch=0, engine="channel_bytes=1M")
         for given in ({"a": copies}, {"a": ("ringreduce", copies)}):

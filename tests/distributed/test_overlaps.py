@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.harness import Rank, run, run_cases
+from distributed.harness import Rank, on_ranks, run_cases
 
 import ringreduce
 from ringreduce.errors import InvalidArgument
@@ -238,7 +238,8 @@ def test_outputs_over_inputs(ranks: int) -> None:
     run_cases(overlapping, ranks, {transport: (transport,) for transport in TRANSPORTS})
 
 
-def shared_outputs(me: Rank) -> None:
+@on_ranks(2)
+def test_outputs_of_several_calls_in_one_must_not_share_memory(me: Rank) -> None:
     with me.join():
         memory = torch.zeros(8)
         for outputs, inputs in (
@@ -251,7 +252,3 @@ def shared_outputs(me: Rank) -> None:
         group().allgather_into_tensor_coalesced(apart, [torch.ones(1), torch.ones(1, dtype=torch.int32)]).wait()
         assert memory[:2].tolist() == [1, 1]
         assert memory[2:4].view(torch.int32).tolist() == [1, 1]
-
-
-def test_outputs_of_several_calls_in_one_must_not_share_memory() -> None:
-    run(shared_outputs, 2)

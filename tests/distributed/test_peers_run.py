@@ -17,18 +17,9 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 def test_smoke(tmp_path: Path) -> None:
     report_path = tmp_path / "peers.json"
-    command = [
-        sys.executable,
-        "bench/peers.py",
-        "--ranks",
-        "2",
-        "--backends",
-        "ringreduce",
-        "ringreduce-shared",
-        "gloo",
-    ]
-    options = ["--sizes", "8", "64K", "--rounds", "1", "--batch-time", "0.01", "--json", str(report_path)]
-    done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, check=False)
+    text = "bench/peers.py --ranks 2 --backends ringreduce ringreduce-shared gloo --sizes 8 64K --rounds 1"
+    command = [sys.executable, *text.split(), "--batch-time", "0.01", "--json", str(report_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(report_path.read_text())
     assert [(row["collective"], row["bytes"]) for row in report["rows"]] == [

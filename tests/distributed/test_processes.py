@@ -12,18 +12,15 @@ import fork_server
 import processes
 import pytest
 import torch
-from distributed.harness import Rank, run
+from distributed.harness import Rank, on_ranks
 from stand_in import build as stand_in
 
 ROOT = Path(__file__).parents[2]
 
 
-def server_of(_: Rank) -> tuple[bool, str, str]:
+@on_ranks(1, returns=[(True, "", "1")])
+def test_the_server_has_not_initialised_cuda(_: Rank) -> tuple[bool, str, str]:
     return os.getpid() != fork_server.PID, fork_server.CUDA_IN_USE, os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
-
-
-def test_the_server_has_not_initialised_cuda() -> None:
-    assert run(server_of, 1) == [(True, "", "1")]
 
 
 LOOK = """

@@ -16,7 +16,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.harness import Rank, run
+from distributed.harness import Rank, on_ranks, run
+from frameworks.launch import alone, python
 from processes import Logged
 from torch.profiler import ProfilerActivity, profile
 
@@ -65,17 +66,14 @@ def call_everything(me: Rank, asynchronous: bool) -> dict[str, list[list[int]]]:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_profiles_show_every_collective_with_its_shapes(asynchronous: bool, tmp_path: Path) -> None:
-    run(profiled, 3, asynchronous, str(tmp_path))
-
-
-def profiled(me: Rank, asynchronous: bool, folder: str) -> None:
+@on_ranks(3)
+def test_profiles_show_every_collective_with_its_shapes(me: Rank, asynchronous: bool, tmp_path: Path) -> None:
     with me.join():
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
             expected = call_everything(me, asynchronous)
         events = {e.name: e.input_shapes for e in profiler.events() if e.name.startswith("ringreduce:")}
         assert events == {f"ringreduce:{name}": shapes for name, shapes in expected.items()}
-        trace = Path(folder, f"{me.rank}.json")
+        trace = tmp_path / f"{me.rank}.json"
         profiler.export_chrome_trace(str(trace))
         names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
         assert set(events) <= names
@@ -142,16 +140,13 @@ def recorded(me: Rank, folder: str) -> None:
             assert record["pg_config"][pair.group_name]["ranks"] == "[0, 1]"
 
 
-def test_only_the_latest_calls_are_kept(tmp_path: Path) -> None:
-    run(overflowing, 2, str(tmp_path))
-
-
-def overflowing(me: Rank, folder: str) -> None:
+@on_ranks(2)
+def test_only_the_latest_calls_are_kept(me: Rank, tmp_path: Path) -> None:
     for kept in (0, 5):
         with me.join(f"keeping {kept}", options=ringreduce.Options(recorded_calls=kept)):
             for size in range(1, 13):
                 dist.all_reduce(torch.ones(size))
-            path = Path(folder, f"rank{me.rank}")
+            path = tmp_path / f"rank{me.rank}"
             ringreduce.dump_flight_record(path)
             entries = pickle.loads(path.read_bytes())["entries"]
             assert [e["input_sizes"] for e in entries] == [[[size]] for size in range(13 - kept, 13)]
@@ -242,11 +237,8 @@ def breaking_by_job(me: Rank, cache: str) -> None:
     _C.shutdown_all()  # as at the process's end, which waits for the records
 
 
-def test_groups_that_break_at_once_leave_records() -> None:
-    run(breaking_at_once, 2)
-
-
-def breaking_at_once(me: Rank) -> None:
+@on_ranks(2)
+def test_groups_that_break_at_once_leave_records(me: Rank) -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{folder}/rank"
         with me.join():
@@ -260,22 +252,16 @@ def breaking_at_once(me: Rank) -> None:
         assert len(pickle.loads(Path(folder, f"rank{me.rank}").read_bytes())["entries"]) == len(groups)
 
 
-def test_a_record_that_cannot_be_written_does_no_harm() -> None:
-    run(without_a_home, 2)
-
-
-def without_a_home(me: Rank) -> None:
+@on_ranks(2)
+def test_a_record_that_cannot_be_written_does_no_harm(me: Rank) -> None:
     del os.environ["TORCH_FR_DUMP_TEMP_FILE"]
     os.environ["XDG_CACHE_HOME"] = os.environ["HOME"] = "/dev/null"
     with me.join(), pytest.raises(CollectiveMismatch):
         dist.all_reduce(torch.ones(3 + me.rank))
 
 
-def test_errors_speak_of_the_call_that_was_made() -> None:
-    run(calls_of_several_parts, 2)
-
-
-def calls_of_several_parts(me: Rank) -> None:
+@on_ranks(2)
+def test_errors_speak_of_the_call_that_was_made(me: Rank) -> None:
     with me.join(call_timeout=1):
         dist.all_to_all_single(torch.empty(4), torch.ones(4))
         dist.all_reduce(torch.eye(3).to_sparse())
@@ -288,11 +274,8 @@ def calls_of_several_parts(me: Rank) -> None:
 # counters
 
 
-def test_counters() -> None:
-    run(counted, 3)
-
-
-def counted(me: Rank) -> None:
+@on_ranks(3)
+def test_counters(me: Rank) -> None:
     with me.join():
         for _ in range(4):
             dist.all_reduce(torch.ones(100))
@@ -330,7 +313,7 @@ def counted(me: Rank) -> None:
 
 
 @pytest.mark.slow
-def test_debug_lines(capfd: Any, tmp_path: Path) -> None:
+def test_debug_lines(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         "import ringreduce, torch, torch.distributed as dist\n"
@@ -338,25 +321,20 @@ def test_debug_lines(capfd: Any, tmp_path: Path) -> None:
         "dist.all_reduce(torch.ones(3))\n"
     )
 
-    def output(**environment: str) -> str:
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment
-        done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, check=True)
-        return done.stdout + done.stderr
-
-    assert "ringreduce" not in output()
-    life = output(RINGREDUCE_DEBUG="1")
+    assert "ringreduce" not in alone(str(program))
+    life = alone(str(program), RINGREDUCE_DEBUG="1")
     assert "[rank 0] made a group of ranks [0]" in life and "all_reduce #0" not in life
-    assert "[ringreduce rank 0 of" in (lines := output(RINGREDUCE_DEBUG="2")) and "all_reduce #0 done after" in lines
-    assert "all_reduce #0 done, 0.000 ms of it waiting" in output(RINGREDUCE_DEBUG="2", RINGREDUCE_RECORDED_CALLS="0")
-    assert "[rank 0] made a group of ranks [0]" in output(TORCH_LOGS="ringreduce.groups")
+    lines = alone(str(program), RINGREDUCE_DEBUG="2")
+    assert "[ringreduce rank 0 of" in lines and "all_reduce #0 done after" in lines
+    lines = alone(str(program), RINGREDUCE_DEBUG="2", RINGREDUCE_RECORDED_CALLS="0")
+    assert "all_reduce #0 done, 0.000 ms of it waiting" in lines
+    assert "[rank 0] made a group of ranks [0]" in python(str(program), TORCH_LOGS="ringreduce.groups")
 
 
-def with_torchrec(me: Rank) -> list[str]:
+@on_ranks(2)
+def test_users_of_torchrec_are_warned_once(me: Rank) -> None:
     logged = Logged("ringreduce.groups.make")
     with mock.patch.dict(sys.modules, {"torchrec": mock.Mock()}), me.join():
         dist.new_group()
-    return [text for text in logged.messages if "torchrec copies within a rank" in text]
-
-
-def test_users_of_torchrec_are_warned_once() -> None:
-    assert all(len(said) == 1 for said in run(with_torchrec, 2))
+    said = [text for text in logged.messages if "torchrec copies within a rank" in text]
+    assert len(said) == 1

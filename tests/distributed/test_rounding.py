@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bodies.roundings import roundings
-from distributed.harness import Rank, run
+from distributed.harness import Rank, on_ranks, run
 
 import ringreduce
 from ringreduce.plan import BUILDERS, Plan, build
@@ -181,10 +181,7 @@ def too_large(me: Rank) -> None:
             assert torch.isinf(most.real if dtype.is_complex else most).all()
 
 
-def zeros_and_limits(me: Rank) -> None:
+@on_ranks(3)
+def test_signs_of_zeros_and_sums_that_are_too_large(me: Rank) -> None:
     signs_of_zeros(me)
     too_large(me)
-
-
-def test_signs_of_zeros_and_sums_that_are_too_large() -> None:
-    run(zeros_and_limits, 3)

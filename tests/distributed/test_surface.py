@@ -19,13 +19,9 @@ from bodies.surface import (
     beside_a_hanging_call,
     coalesced_collectives,
     dead_at_the_barrier,
-    missing_ranks,
-    shrinking,
     shrinking_by_force,
-    splitting,
-    subgroups_and_meshes,
 )
-from distributed.harness import Rank, Ranks, run
+from distributed.harness import Rank, Ranks, on_ranks, run
 from torch._C._distributed_c10d import ErrorType, WorkResult
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -47,11 +43,8 @@ def test_collectives_are_coalesced(asynchronous: bool) -> None:
     run(coalesced_collectives, 3, asynchronous)
 
 
-def test_an_error_in_a_coalesced_work_is_raised_by_its_wait() -> None:
-    run(coalesced_error, 2)
-
-
-def coalesced_error(me: Rank) -> None:
+@on_ranks(2)
+def test_an_error_in_a_coalesced_work_is_raised_by_its_wait(me: Rank) -> None:
     with me.join():
         with pytest.raises(InvalidArgument, match="has not called startCoalescing"):
             backend()._end_coalescing()
@@ -64,11 +57,8 @@ def coalesced_error(me: Rank) -> None:
         assert work.is_completed() and not work.is_success()
 
 
-def test_lists_of_tensors_are_gathered_together() -> None:
-    run(gathered_lists, 3)
-
-
-def gathered_lists(me: Rank) -> None:
+@on_ranks(3)
+def test_lists_of_tensors_are_gathered_together(me: Rank) -> None:
     with me.join():
         shapes = [(2, 3), (5,), (0,)]
         inputs = [torch.full(shape, float(me.rank * 10 + i)) for i, shape in enumerate(shapes)]
@@ -82,12 +72,8 @@ def gathered_lists(me: Rank) -> None:
 # sparse tensors
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_sparse_tensors_are_summed(ranks: int) -> None:
-    run(sparse_sums, ranks)
-
-
-def sparse_sums(me: Rank) -> None:
+@on_ranks(1, 2, 4)
+def test_sparse_tensors_are_summed(me: Rank) -> None:
     def sparse(rank: int, dtype: torch.dtype, dense: tuple[int, ...]) -> torch.Tensor:
         count = 3 * rank + (rank == 0)  # rank by rank another number of elements, some of them in the same place
         indices = torch.stack([torch.arange(count) % 5, torch.arange(count) * (rank + 1) % 7])
@@ -111,11 +97,8 @@ def sparse_sums(me: Rank) -> None:
         assert nothing._nnz() == 0
 
 
-def test_sparse_tensors_that_cannot_be_summed() -> None:
-    run(bad_sparse_sums, 2)
-
-
-def bad_sparse_sums(me: Rank) -> None:
+@on_ranks(2)
+def test_sparse_tensors_that_cannot_be_summed(me: Rank) -> None:
     tensor = torch.eye(3).to_sparse()
     with me.join():
         with pytest.raises(InvalidArgument, match="only SUM"):
@@ -133,10 +116,6 @@ def bad_sparse_sums(me: Rank) -> None:
 # monitored barriers
 
 
-def test_a_monitored_barrier_names_who_is_missing() -> None:
-    run(missing_ranks, 4)
-
-
 def test_a_monitored_barrier_works_beside_a_call_that_hangs() -> None:
     run(beside_a_hanging_call, 3)
 
@@ -148,11 +127,8 @@ def test_a_monitored_barrier_names_a_dead_rank() -> None:
         assert ranks.results(but=(1,)) == [1, 1]
 
 
-def test_a_monitored_barrier_of_other_ranks_returns_at_once() -> None:
-    run(barrier_of_others, 3)
-
-
-def barrier_of_others(me: Rank) -> None:
+@on_ranks(3)
+def test_a_monitored_barrier_of_other_ranks_returns_at_once(me: Rank) -> None:
     with me.join():
         group = dist.new_group([0, 1])
         ringreduce.monitored_barrier(group)
@@ -163,30 +139,15 @@ def barrier_of_others(me: Rank) -> None:
 # smaller groups
 
 
-def test_a_group_shrinks() -> None:
-    run(shrinking, 4)
-
-
 def test_a_group_with_a_rank_that_hangs_shrinks_by_force() -> None:
     run(shrinking_by_force, 3)
-
-
-def test_a_group_splits() -> None:
-    run(splitting, 4)
-
-
-def test_subgroups_and_meshes() -> None:
-    run(subgroups_and_meshes, 4)
 
 
 # works
 
 
-def test_what_a_work_can_be_asked() -> None:
-    run(asked_works, 2)
-
-
-def asked_works(me: Rank) -> None:
+@on_ranks(2)
+def test_what_a_work_can_be_asked(me: Rank) -> None:
     with me.join():
         group = backend()
         before = group._get_sequence_number_for_group()
@@ -207,11 +168,8 @@ def asked_works(me: Rank) -> None:
         assert 0 < work._get_duration() < 60_000
 
 
-def test_a_work_that_fails_says_so_to_whoever_asks() -> None:
-    run(failing_works, 2)
-
-
-def failing_works(me: Rank) -> None:
+@on_ranks(2)
+def test_a_work_that_fails_says_so_to_whoever_asks(me: Rank) -> None:
     with me.join(call_timeout=1):
         work = dist.all_reduce(torch.ones(1), async_op=True) if me.rank == 0 else None
         me.meet("posted")
@@ -225,11 +183,8 @@ def failing_works(me: Rank) -> None:
         me.meet("timed out")
 
 
-def test_error_of_a_group() -> None:
-    run(group_errors, 2)
-
-
-def group_errors(me: Rank) -> None:
+@on_ranks(2)
+def test_error_of_a_group(me: Rank) -> None:
     with me.join(call_timeout=1):
         group = backend()
         assert group.get_error() == ErrorType.SUCCESS
@@ -240,11 +195,8 @@ def group_errors(me: Rank) -> None:
         assert group.get_error() == ErrorType.TIMEOUT
 
 
-def test_hooks_hear_of_every_work() -> None:
-    run(hooked_works, 2)
-
-
-def hooked_works(me: Rank) -> None:
+@on_ranks(2)
+def test_hooks_hear_of_every_work(me: Rank) -> None:
     with me.join():
         heard: list[Any] = []
         group = dist.group.WORLD
@@ -259,11 +211,8 @@ def hooked_works(me: Rank) -> None:
         assert all(info.time_finished >= info.time_started for info in heard)
 
 
-def test_the_timeout_of_a_group_can_be_changed() -> None:
-    run(changed_timeouts, 2)
-
-
-def changed_timeouts(me: Rank) -> None:
+@on_ranks(2)
+def test_the_timeout_of_a_group_can_be_changed(me: Rank) -> None:
     with me.join():
         dist.group.WORLD.set_timeout(timedelta(seconds=1))  # type: ignore[union-attr]
         assert backend().options._timeout == timedelta(seconds=1)
@@ -277,11 +226,8 @@ def changed_timeouts(me: Rank) -> None:
         dist.barrier()
 
 
-def test_waiting_for_a_while() -> None:
-    run(waiting_for_a_while, 2)
-
-
-def waiting_for_a_while(me: Rank) -> None:
+@on_ranks(2)
+def test_waiting_for_a_while(me: Rank) -> None:
     with me.join():
         works = [dist.all_reduce(torch.ones(3), async_op=True)] if me.rank == 0 else []
         works += [dist.irecv(torch.ones(3), 1)] if me.rank == 0 else []
@@ -297,11 +243,8 @@ def waiting_for_a_while(me: Rank) -> None:
 
 
 @pytest.mark.parametrize("fault", ["timeout", "abort", "death"])
-def test_the_future_of_a_message_hears_of_faults(fault: str) -> None:
-    run(futures_of_messages, 2, fault)
-
-
-def futures_of_messages(me: Rank, fault: str) -> None:
+@on_ranks(2)
+def test_the_future_of_a_message_hears_of_faults(me: Rank, fault: str) -> None:
     with me.join(call_timeout=1 if fault == "timeout" else None):
         if me.rank == 0:
             future = dist.irecv(torch.ones(3), 1).get_future()  # nobody waits for the work itself
@@ -318,20 +261,14 @@ def futures_of_messages(me: Rank, fault: str) -> None:
             me.meet("timed out")
 
 
-def test_a_message_from_anybody_in_a_group_of_one() -> None:
-    run(nobody_else, 1)
-
-
-def nobody_else(me: Rank) -> None:
+@on_ranks(1)
+def test_a_message_from_anybody_in_a_group_of_one(me: Rank) -> None:
     with me.join(), pytest.raises(InvalidArgument, match="no other rank"):
         dist.recv(torch.ones(3))
 
 
-def test_threads_coalesce_apart() -> None:
-    run(coalescing_threads, 2)
-
-
-def coalescing_threads(me: Rank) -> None:
+@on_ranks(2)
+def test_threads_coalesce_apart(me: Rank) -> None:
     with me.join():
         backend()._start_coalescing()
         first = dist.isend(torch.ones(2), 1 - me.rank, tag=1)
@@ -344,11 +281,8 @@ def coalescing_threads(me: Rank) -> None:
         assert received.eq(1).all() and first.is_completed()
 
 
-def test_hooks_and_futures_that_fail_do_no_harm() -> None:
-    run(failing_callbacks, 2)
-
-
-def failing_callbacks(me: Rank) -> None:
+@on_ranks(2)
+def test_hooks_and_futures_that_fail_do_no_harm(me: Rank) -> None:
     def fail(_: Any) -> None:
         raise ZeroDivisionError
 
@@ -364,11 +298,8 @@ def failing_callbacks(me: Rank) -> None:
         group._wait_for_pending_works()  # type: ignore[union-attr]
 
 
-def test_options_of_a_group() -> None:
-    run(options_of_groups, 3)
-
-
-def options_of_groups(me: Rank) -> None:
+@on_ranks(3)
+def test_options_of_a_group(me: Rank) -> None:
     with me.join(timeout=17):
         options = backend().options
         assert options.backend == "ringreduce" and options._timeout == timedelta(seconds=17)
@@ -383,12 +314,8 @@ def options_of_groups(me: Rank) -> None:
 # tensors that others read in place
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_shared_tensors_are_read_in_place(ranks: int) -> None:
-    run(shared_tensors, ranks)
-
-
-def shared_tensors(me: Rank) -> None:
+@on_ranks(2, 3)
+def test_shared_tensors_are_read_in_place(me: Rank) -> None:
     size = 300_001  # several slots
     with me.join():
 
@@ -430,12 +357,8 @@ def shared_tensors(me: Rank) -> None:
         assert lent("all_reduce") > 0 or me.rank == 1
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_sharing_what_is_there_already(ranks: int) -> None:
-    run(share_parameters, ranks)
-
-
-def share_parameters(me: Rank) -> None:
+@on_ranks(2, 3)
+def test_sharing_what_is_there_already(me: Rank) -> None:
     with me.join():
         layer = torch.nn.Linear(300, 200)
         torch.nn.init.constant_(layer.weight, me.rank + 1)
@@ -466,11 +389,8 @@ def share_parameters(me: Rank) -> None:
                 ringreduce.share(wrong)
 
 
-def test_the_memory_of_shared_tensors() -> None:
-    run(shared_memory, 2)
-
-
-def shared_memory(me: Rank) -> None:
+@on_ranks(2)
+def test_the_memory_of_shared_tensors(me: Rank) -> None:
     options = ringreduce.Options(arena_bytes=1024 * 1024)
     with me.join(options=options):
         assert backend().supports_tensor_alloc(CPU)
@@ -509,11 +429,8 @@ def shared_memory(me: Rank) -> None:
 # torch's own debugging mode
 
 
-def test_debug_mode_detail() -> None:
-    run(detail, 3)
-
-
-def detail(me: Rank) -> None:
+@on_ranks(3)
+def test_debug_mode_detail(me: Rank) -> None:
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
     dist.set_debug_level_from_env()
     with me.join():
@@ -538,11 +455,8 @@ def detail(me: Rank) -> None:
 # odd tensors
 
 
-def test_inference_tensors() -> None:
-    run(inference_tensors, 2)
-
-
-def inference_tensors(me: Rank) -> None:
+@on_ranks(2)
+def test_inference_tensors(me: Rank) -> None:
     with me.join():
         for asynchronous in (False, True):
             with torch.inference_mode():
@@ -556,11 +470,8 @@ def inference_tensors(me: Rank) -> None:
                 assert tensor.eq(4).all()
 
 
-def test_tensors_without_memory_are_refused() -> None:
-    run(fake_tensors, 2)
-
-
-def fake_tensors(me: Rank) -> None:
+@on_ranks(2)
+def test_tensors_without_memory_are_refused(me: Rank) -> None:
     with me.join():
         with FakeTensorMode():
             fake = torch.ones(3)
@@ -570,11 +481,8 @@ def fake_tensors(me: Rank) -> None:
         dist.barrier()
 
 
-def test_one_tensor_as_input_and_output() -> None:
-    run(one_tensor_for_both, 2)
-
-
-def one_tensor_for_both(me: Rank) -> None:
+@on_ranks(2)
+def test_one_tensor_as_input_and_output(me: Rank) -> None:
     with me.join():
         tensor = torch.arange(4.0) + 10 * me.rank
         for call in (ringreduce.all_gather_into_tensor, ringreduce.reduce_scatter_tensor):
@@ -584,11 +492,8 @@ def one_tensor_for_both(me: Rank) -> None:
         assert tensor.tolist() == ([0, 1, 10, 11] if me.rank == 0 else [2, 3, 12, 13])
 
 
-def test_outputs_that_overlap_in_strides_are_refused() -> None:
-    run(overlapping_columns, 2)
-
-
-def overlapping_columns(me: Rank) -> None:
+@on_ranks(2)
+def test_outputs_that_overlap_in_strides_are_refused(me: Rank) -> None:
     with me.join():
         matrix = torch.zeros(6, 8)
         mine = torch.full((6, 4), float(me.rank))

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bodies.topology_plan import cube_mesh
-from distributed.harness import Rank, run
+from distributed.harness import Rank, on_ranks, run
 
 import ringreduce
 import ringreduce.topology.group_plans
@@ -111,24 +111,20 @@ def test_all_ranks_hear_what_is_wrong_with_the_file(tmp_path: Path) -> None:
     assert all("rank 2 of the world is on none of its 2 GPUs" in said for said in run(refused, 3, str(small)))
 
 
-def descriptors_of_refused(me: Rank, path: str) -> list[int]:
+@on_ranks(3)
+def test_a_refused_group_keeps_no_descriptors(me: Rank, tmp_path: Path) -> None:
     counts = []
     for attempt in range(4):
         with (
             pytest.raises(TopologyError) as raised,
-            me.join(f"attempt {attempt}", options=ringreduce.Options(topo_file=path)),
+            me.join(f"attempt {attempt}", options=ringreduce.Options(topo_file=str(tmp_path / "missing.json"))),
         ):
             pass
         raised.value.__traceback__ = None
         del raised
         gc.collect()
         counts.append(len(os.listdir("/proc/self/fd")))
-    return counts
-
-
-def test_a_refused_group_keeps_no_descriptors(tmp_path: Path) -> None:
-    for counts in run(descriptors_of_refused, 3, str(tmp_path / "missing.json")):
-        assert counts[1:] == [counts[1]] * 3, "descriptors pile up"
+    assert counts[1:] == [counts[1]] * 3, "descriptors pile up"
 
 
 def run_on_nodes(me: Rank, tuning: str) -> Any:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bodies import collectives
-from distributed.harness import Rank, Ranks, run, run_cases
+from distributed.harness import Rank, Ranks, on_ranks, run, run_cases
 
 import ringreduce
 from ringreduce.errors import Aborted, CollectiveMismatch, CollectiveTimeout, InvalidArgument, PeerLost, RingReduceError
@@ -35,14 +35,11 @@ def test_sizes(ranks: int) -> None:
     run_cases(collectives.every_size, ranks, {name: (name, SMALL) for name in names})
 
 
-def from_any(me: Rank) -> None:
+@on_ranks(3)
+def test_receives_from_any_rank(me: Rank) -> None:
     with me.join(options=GLOO):
         for call, count in enumerate((1, 10_007)):
             collectives.recv_from_any(me, count, call)
-
-
-def test_receives_from_any_rank() -> None:
-    run(from_any, 3)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -64,28 +61,22 @@ def all_by_default(me: Rank) -> None:
             collectives.COLLECTIVES[collective](me, count, call)
 
 
-def with_variable(me: Rank) -> None:
+@on_ranks(2)
+def test_the_variable_says_so_for_all_groups(me: Rank) -> None:
     os.environ["RINGREDUCE_TRANSPORT"] = "gloo"
     all_by_default(me)
     with me.join("again"), pytest.raises(InvalidArgument, match="share no memory"):
         ringreduce.monitored_barrier()
 
 
-def test_the_variable_says_so_for_all_groups() -> None:
-    run(with_variable, 2)
-
-
-def alone(me: Rank) -> None:
+@on_ranks(1)
+def test_a_group_of_one(me: Rank) -> None:
     with me.join(options=GLOO):
         for op in ("sum", "avg", "premul_sum"):
             tensor = torch.tensor([3.0, 4.0])
             ringreduce.all_reduce(tensor, collectives.OPS[op])
             collectives.same(tensor, torch.tensor([3.0, 4.0]) * (0.5 if op == "premul_sum" else 1))
         dist.barrier()
-
-
-def test_a_group_of_one() -> None:
-    run(alone, 1)
 
 
 # The same bits as in shared memory
@@ -179,7 +170,8 @@ def test_what_is_being_sent_is_not_overwritten(phase: int, partial: bool) -> Non
     run(run_late, 3, late_rank(phase, partial).to_json())
 
 
-def every_dtype(me: Rank) -> None:
+@on_ranks(3)
+def test_every_dtype_and_operation(me: Rank) -> None:
     with me.join(options=GLOO):
         for dtype in collectives.DTYPES:
             for op, reduce_op in collectives.OPS.items():
@@ -191,11 +183,8 @@ def every_dtype(me: Rank) -> None:
                     assert torch.equal(tensor.view(torch.uint8), expected.view(torch.uint8)), f"{dtype} {op}"
 
 
-def test_every_dtype_and_operation() -> None:
-    run(every_dtype, 3)
-
-
-def asynchronous(me: Rank) -> None:
+@on_ranks(3)
+def test_asynchronous_calls_and_groups_of_some(me: Rank) -> None:
     with me.join(options=GLOO):
         tensors = [collectives.values(me.rank, 5_003, call) for call in range(20)]
         works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
@@ -208,10 +197,6 @@ def asynchronous(me: Rank) -> None:
             tensor = torch.ones(3)
             dist.all_reduce(tensor, group=half)
             collectives.same(tensor, torch.full((3,), 2.0))
-
-
-def test_asynchronous_calls_and_groups_of_some() -> None:
-    run(asynchronous, 3)
 
 
 # What goes wrong
@@ -296,20 +281,18 @@ def test_a_timeout_names_whom_it_waited_for() -> None:
         assert took > TIMEOUT * 0.9
 
 
-def aborts(me: Rank) -> Any:
+@on_ranks(3)
+def test_abort_ends_all_ranks_calls(me: Rank) -> None:
     with me.join(options=GLOO):
         dist.all_reduce(torch.ones(5))
         if me.rank == 1:
             dist.group.WORLD._get_backend(torch.device("cpu")).abort()
-        return failure(dist.all_reduce, torch.ones(5))
-
-
-def test_abort_ends_all_ranks_calls() -> None:
-    for kind, text, _, _ in run(aborts, 3):
+        kind, text, _, _ = failure(dist.all_reduce, torch.ones(5))
         assert kind == Aborted.__name__ and "rank 1 aborted the group" in text
 
 
-def refused(me: Rank) -> None:
+@on_ranks(2)
+def test_what_cannot_be_done_is_refused_and_the_group_lives_on(me: Rank) -> None:
     with me.join(options=GLOO):
         with pytest.raises(InvalidArgument, match=r"monitored_barrier: .* share no memory"):
             ringreduce.monitored_barrier(timeout=1)
@@ -330,21 +313,14 @@ def refused(me: Rank) -> None:
         rounded.__enter__()
 
 
-def test_what_cannot_be_done_is_refused_and_the_group_lives_on() -> None:
-    run(refused, 2)
-
-
-def two_transports(me: Rank, first: str) -> tuple[str, str, int, float]:
+@pytest.mark.parametrize("first", ["gloo", "shared_memory"])
+@on_ranks(2)
+def test_all_ranks_must_take_the_same_transport(me: Rank, first: str) -> None:
     transport = first if me.rank == 0 else {"gloo": "shared_memory", "shared_memory": "gloo"}[first]
 
     def join() -> None:
         with me.join(options=ringreduce.Options(transport=transport), timeout=TIMEOUT):
             pass
 
-    return failure(join)
-
-
-@pytest.mark.parametrize("first", ["gloo", "shared_memory"])
-def test_all_ranks_must_take_the_same_transport(first: str) -> None:
-    for kind, text, _, _ in run(two_transports, 2, first):
-        assert kind == InvalidArgument.__name__ and "transport='gloo'" in text
+    kind, text, _, _ = failure(join)
+    assert kind == InvalidArgument.__name__ and "transport='gloo'" in text

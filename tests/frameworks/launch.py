@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,9 +43,9 @@ def ranks(program: str, *arguments: str) -> str:
     return _forked(program, arguments, [given | {"RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")])
 
 
-def alone(program: str, *arguments: str) -> str:
+def alone(program: str, *arguments: str, **variables: str) -> str:
     """The same as of `python`."""
-    return _forked(program, arguments, [{}])
+    return _forked(program, arguments, [variables])
 
 
 def _forked(program: str, arguments: tuple[str, ...], variables: list[dict[str, str]]) -> str:
@@ -86,6 +89,17 @@ class Command:
 
     def kill(self) -> None:
         self._process.kill()
+
+
+@contextlib.contextmanager
+def killed(processes: Iterable[Any]) -> Iterator[None]:
+    """At the end, those that are left, of `Command` or subprocess.Popen."""
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def _command(words: tuple[str, ...]) -> None:

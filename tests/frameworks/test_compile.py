@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from distributed import harness
-from distributed.harness import Rank, run
+from distributed.harness import Rank, on_ranks, run
 from frameworks.common import batch, close, loss_of, network, same, sgd, trained_alone
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
@@ -65,20 +65,16 @@ def expected(rank: int, size: int, call: int) -> tuple[Tensor, ...]:
     return tuple(result + 1 for result in results)
 
 
-def functional(me: Rank, compiler: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", ("eager", "aot_eager"))
+@on_ranks(2, 3)
+def test_functional_collectives(me: Rank, compiler: str) -> None:
     with me.join():
         function = torch.compile(every_collective, backend=compiler, fullgraph=True)
         for call in range(3):
             results = function(given(me.rank, call), dist.group.WORLD)
             for actual, wanted in zip(results, expected(me.rank, me.size, call), strict=True):
                 same(actual, wanted)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", (2, 3))
-@pytest.mark.parametrize("compiler", ("eager", "aot_eager"))
-def test_functional_collectives(compiler: str, ranks: int) -> None:
-    run(functional, ranks, compiler)
 
 
 def fused(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -115,7 +111,9 @@ class Model(nn.Module):
         return self.net(x)
 
 
-def compiled_ddp(me: Rank) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_compiled_ddp(me: Rank) -> None:
     """Of small buckets, at whose borders torch cuts the graph."""
     graphs = []
 
@@ -133,8 +131,3 @@ def compiled_ddp(me: Rank) -> None:
             optimizer.step()
         assert len(graphs) > 1
         close(model, trained_alone(me.size, STEPS))
-
-
-@pytest.mark.slow
-def test_compiled_ddp() -> None:
-    run(compiled_ddp, 2)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.harness import Rank, run
+from distributed.harness import Rank, on_ranks, run
 from frameworks.common import batch, loss_of, network, sgd, trained_alone, values
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -114,7 +114,8 @@ def test_all_ranks_get_the_same_model(kind: str, dtype: torch.dtype) -> None:
     assert 1e-6 < error < 0.5
 
 
-def bytes_of_a_step(me: Rank) -> dict[str, int]:
+@on_ranks(2, through=(apart,))
+def test_fewer_bytes(me: Rank) -> None:
     found = {}
     with me.join():
         for kind in ("float32", "int8", "int4", "topk"):
@@ -125,17 +126,13 @@ def bytes_of_a_step(me: Rank) -> dict[str, int]:
             before = sum(link.bytes_out for link in backend_of(None).links())
             model(torch.ones(1, 1000)).sum().backward()
             found[kind] = sum(link.bytes_out for link in backend_of(None).links()) - before
-    return found
+    assert found["int8"] / found["float32"] < 0.27
+    assert found["int4"] / found["float32"] < 0.14
+    assert found["topk"] / found["float32"] < 0.03  # two words of 1%, to one other rank
 
 
-def test_fewer_bytes() -> None:
-    for found in run(apart, 2, bytes_of_a_step):
-        assert found["int8"] / found["float32"] < 0.27
-        assert found["int4"] / found["float32"] < 0.14
-        assert found["topk"] / found["float32"] < 0.03  # two words of 1%, to one other rank
-
-
-def models_of_two_groups(me: Rank) -> None:
+@on_ranks(4)
+def test_a_model_is_averaged_over_its_own_group(me: Rank) -> None:
     """Ranks 0 and 1 train one model, ranks 2 and 3 another; the gradients of rank r are r."""
     with me.join():
         group = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][me.rank // 2]
@@ -157,11 +154,8 @@ def models_of_two_groups(me: Rank) -> None:
             gradients(of_the_world)
 
 
-def test_a_model_is_averaged_over_its_own_group() -> None:
-    run(models_of_two_groups, 4)
-
-
-def buckets_that_change(me: Rank) -> None:
+@on_ranks(2, through=(apart,))
+def test_buckets_that_ddp_rebuilds(me: Rank) -> None:
     """DDP makes its buckets anew after the first step, when it has seen the order of gradients."""
     with me.join(options=RING):
         model = DistributedDataParallel(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), bucket_cap_mb=0.02)
@@ -182,10 +176,6 @@ def buckets_that_change(me: Rank) -> None:
         assert torch.equal(everybody[0], everybody[1])
         steps = len(seen) // 3
         assert seen[:steps] != seen[steps : 2 * steps]  # they were rebuilt
-
-
-def test_buckets_that_ddp_rebuilds() -> None:
-    run(apart, 2, buckets_that_change)
 
 
 def fsdp(me: Rank, wire_dtype: str, gather: bool, feedback: bool) -> np.ndarray:
@@ -263,7 +253,8 @@ def test_all_ranks_gather_the_same() -> None:
     assert np.array_equal(first, second)
 
 
-def refused_splits(me: Rank) -> None:
+@on_ranks(2)
+def test_splits_that_are_refused(me: Rank) -> None:
     with me.join():
         with pytest.raises(InvalidArgument, match=r"input has shape \[3, 2\] and output_split_sizes is None"):
             hooks.all_to_all(torch.ones(3, 2))
@@ -279,11 +270,12 @@ def refused_splits(me: Rank) -> None:
         assert hooks.all_to_all(torch.arange(8.0)[::2]).equal(torch.tensor([[0.0, 2.0] * 2, [4.0, 6.0] * 2][me.rank]))
 
 
-def test_splits_that_are_refused() -> None:
-    run(refused_splits, 2)
-
-
-def exchanged(me: Rank, wire_dtype: str, dtype: torch.dtype, even: bool) -> None:
+@pytest.mark.parametrize("even", (True, False), ids=("even", "uneven"))
+@pytest.mark.parametrize(
+    ("wire_dtype", "dtype"), (("int8", torch.float32), ("int4", torch.bfloat16), ("bfloat16", torch.float32))
+)
+@on_ranks(3, returns=[None] * 3)
+def test_tokens_to_experts_and_back(me: Rank, wire_dtype: str, dtype: torch.dtype, even: bool) -> None:
     """Tokens go to experts and back, and their gradients the other way."""
     most = {"bfloat16": 2**-8, "int8": 1 / 127, "int4": 1 / 7}[wire_dtype]
     with me.join():
@@ -306,23 +298,8 @@ def exchanged(me: Rank, wire_dtype: str, dtype: torch.dtype, even: bool) -> None
         assert mine.grad is not None and (mine.grad - 2).abs().max() <= 2 * most
 
 
-@pytest.mark.parametrize("even", (True, False), ids=("even", "uneven"))
-@pytest.mark.parametrize(
-    ("wire_dtype", "dtype"), (("int8", torch.float32), ("int4", torch.bfloat16), ("bfloat16", torch.float32))
-)
-def test_tokens_to_experts_and_back(wire_dtype: str, dtype: torch.dtype, even: bool) -> None:
-    assert run(exchanged, 3, wire_dtype, dtype, even) == [None] * 3
-
-
-def refused(me: Rank) -> None:
-    with me.join():
-        model = DistributedDataParallel(nn.Linear(4, 4).double())
-        hooks.compress_ddp(model)
-        with pytest.raises(InvalidArgument, match=r"tensor has dtype (double|Double|float64)"):
-            model(torch.ones(1, 4).double()).sum().backward()
-
-
-def skipped_step(me: Rank) -> None:
+@on_ranks(2, through=(apart,))
+def test_a_step_that_is_skipped_leaves_nothing_after_reset(me: Rank) -> None:
     """A step of huge gradients, which a GradScaler would skip, and then one of ordinary ones."""
     with me.join(options=RING):
         layer = nn.Linear(1000, 64, bias=False)
@@ -336,12 +313,13 @@ def skipped_step(me: Rank) -> None:
         assert layer.weight.grad is not None and layer.weight.grad.abs().max() < 10
 
 
-def test_a_step_that_is_skipped_leaves_nothing_after_reset() -> None:
-    run(apart, 2, skipped_step)
-
-
-def test_gradients_of_another_dtype() -> None:
-    run(apart, 2, refused)
+@on_ranks(2, through=(apart,))
+def test_gradients_of_another_dtype(me: Rank) -> None:
+    with me.join():
+        model = DistributedDataParallel(nn.Linear(4, 4).double())
+        hooks.compress_ddp(model)
+        with pytest.raises(InvalidArgument, match=r"tensor has dtype (double|Double|float64)"):
+            model(torch.ones(1, 4).double()).sum().backward()
 
 
 def test_bad_arguments() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.harness import Rank, run
+from distributed.harness import Rank, on_ranks
 from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention
 
@@ -26,7 +26,10 @@ def tensors() -> list[Tensor]:
     return [torch.randn(1, 2, LENGTH, 8, dtype=torch.float64) for _ in range(4)]
 
 
-def ring_attention(me: Rank, rotation: str, causal: bool) -> None:
+@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
+@pytest.mark.parametrize("rotation", ("alltoall", "allgather"))
+@on_ranks(2, 3)
+def test_ring_attention(me: Rank, rotation: str, causal: bool) -> None:
     _attention.set_rotate_method(rotation)
     _attention._cp_options.enable_load_balance = False
     _attention._cp_options.convert_to_f32 = False
@@ -58,10 +61,3 @@ def ring_attention(me: Rank, rotation: str, causal: bool) -> None:
     expected.backward(gradient)
     for actual, whole in zip((output, *gradients), (expected, *(t.grad for t in inputs)), strict=True):
         torch.testing.assert_close(actual, whole.chunk(me.size, SEQUENCE)[me.rank], rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("ranks", (2, 3))
-@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
-@pytest.mark.parametrize("rotation", ("alltoall", "allgather"))
-def test_ring_attention(rotation: str, causal: bool, ranks: int) -> None:
-    run(ring_attention, ranks, rotation, causal)

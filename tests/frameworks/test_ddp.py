@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.harness import Rank, Ranks, run
+from distributed.harness import Rank, Ranks, on_ranks
 from frameworks.common import (
     batch,
     close,
@@ -44,7 +44,8 @@ def train(model: nn.Module, me: Rank, steps: int = STEPS) -> None:
         optimizer.step()
 
 
-def small_buckets(me: Rank) -> None:
+@on_ranks(2, 3)
+def test_small_buckets(me: Rank) -> None:
     """From rank 0's weights, whatever the others have at first."""
     with me.join():
         net = network()
@@ -57,23 +58,14 @@ def small_buckets(me: Rank) -> None:
         close(model, trained_alone(me.size, STEPS))
 
 
-@pytest.mark.parametrize("ranks", (2, 3))
-def test_small_buckets(ranks: int) -> None:
-    run(small_buckets, ranks)
-
-
-def shared_buckets(me: Rank) -> None:
+@on_ranks(2, 3)
+def test_buckets_lie_in_shared_memory(me: Rank) -> None:
     with me.join(options=ringreduce.Options(algorithms="all_reduce:two_shot")):
         model = DistributedDataParallel(network())
         train(model, me)
         close(model, trained_alone(me.size, STEPS))
         statistics = ringreduce.stats()[dist.group.WORLD.group_name]["all_reduce"]  # type: ignore[union-attr]
         assert statistics.lent > 0
-
-
-@pytest.mark.parametrize("ranks", (2, 3))
-def test_buckets_lie_in_shared_memory(ranks: int) -> None:
-    run(shared_buckets, ranks)
 
 
 class Complex(nn.Module):
@@ -89,7 +81,8 @@ class Complex(nn.Module):
         return (x.to(torch.complex64) @ self.complex + x @ self.real).abs().square().sum()
 
 
-def complex_parameters(me: Rank) -> None:
+@on_ranks(2)
+def test_complex_parameters(me: Rank) -> None:
     with me.join():
         model, alone = DistributedDataParallel(Complex()), Complex()
         inputs = [torch.arange(8.0).reshape(2, 4) + 10 * rank for rank in range(me.size)]
@@ -108,11 +101,8 @@ def complex_parameters(me: Rank) -> None:
         assert ringreduce.empty(2, 3, dtype=torch.complex128).shape == (2, 3)
 
 
-def test_complex_parameters() -> None:
-    run(complex_parameters, 2)
-
-
-def accumulation(me: Rank) -> None:
+@on_ranks(3)
+def test_no_sync(me: Rank) -> None:
     """Two batches without communication, then one with."""
     with me.join():
         model, reference = DistributedDataParallel(network()), network()
@@ -131,10 +121,6 @@ def accumulation(me: Rank) -> None:
         close(model, reference)
 
 
-def test_no_sync() -> None:
-    run(accumulation, 3)
-
-
 class Branches(nn.Module):
     """Of its two networks, uses the one it is told to."""
 
@@ -146,7 +132,8 @@ class Branches(nn.Module):
         return self.branches[branch](x)
 
 
-def unused_parameters(me: Rank) -> None:
+@on_ranks(3)
+def test_unused_parameters(me: Rank) -> None:
     """Each rank uses one branch, by turns; in the last step all use the first."""
 
     def branch_of(rank: int, step: int) -> int:
@@ -169,11 +156,8 @@ def unused_parameters(me: Rank) -> None:
             close(trained, expected)
 
 
-def test_unused_parameters() -> None:
-    run(unused_parameters, 3)
-
-
-def uneven_inputs(me: Rank) -> None:
+@on_ranks(3)
+def test_uneven_inputs_with_join(me: Rank) -> None:
     """Rank r has 2 + r batches; those that have none left count as a gradient of zero."""
     with me.join():
         model, reference = DistributedDataParallel(network()), network()
@@ -189,10 +173,6 @@ def uneven_inputs(me: Rank) -> None:
         close(model, reference)
 
 
-def test_uneven_inputs_with_join() -> None:
-    run(uneven_inputs, 3)
-
-
 class Twice(nn.Module):
     """Recomputes its network, by which a parameter's gradient comes twice: DDP can do that for a static graph only."""
 
@@ -205,7 +185,8 @@ class Twice(nn.Module):
         return checkpoint(self.net, self.mix(once), use_reentrant=True)
 
 
-def static_graph(me: Rank) -> None:
+@on_ranks(2)
+def test_static_graph(me: Rank) -> None:
     with me.join():
         torch.manual_seed(1)
         reference, model = Twice(), Twice()
@@ -217,10 +198,6 @@ def static_graph(me: Rank) -> None:
             loss_of(reference, *whole_batch(step, me.size)).backward()
             optimizer.step()
         close(model.net, reference.net)
-
-
-def test_static_graph() -> None:
-    run(static_graph, 2)
 
 
 def power_sgd(model: DistributedDataParallel) -> None:
@@ -253,16 +230,13 @@ def hooked(me: Rank, hook: str) -> Tensor:
     return values(model.parameters())
 
 
-def hook_on_both(me: Rank, hook: str) -> None:
+@pytest.mark.parametrize("hook", HOOKS)
+@on_ranks(2)
+def test_comm_hooks(me: Rank, hook: str) -> None:
     gloo, ours = on_gloo_and_ours(me, partial(hooked, hook=hook))
     same(ours, gloo)
     error = (ours - values(trained_alone(me.size, STEPS).parameters())).abs().max()
     assert 1e-5 < error < 1e-1  # compressed, but trained
-
-
-@pytest.mark.parametrize("hook", HOOKS)
-def test_comm_hooks(hook: str) -> None:
-    run(hook_on_both, 2, hook)  # the sum of two is the same bits in whatever order
 
 
 def peer_dies(me: Rank) -> tuple[type[BaseException], str]:

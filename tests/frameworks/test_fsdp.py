@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from distributed.harness import Rank, run
+from distributed.harness import Rank, on_ranks
 from frameworks.common import (
     batch,
     close,
@@ -31,7 +30,8 @@ def train(model: nn.Module, rank: int) -> None:
         optimizer.step()
 
 
-def trained(me: Rank) -> None:
+@on_ranks(2, 3)
+def test_fully_shard(me: Rank) -> None:
     with me.join():
         model = sharded(me)
         train(model, me.rank)
@@ -42,12 +42,8 @@ def trained(me: Rank) -> None:
         close(model, trained_alone(me.size, STEPS))
 
 
-@pytest.mark.parametrize("ranks", (2, 3))  # 3 share no layer evenly
-def test_fully_shard(ranks: int) -> None:
-    run(trained, ranks)
-
-
-def accumulated(me: Rank) -> None:
+@on_ranks(2)
+def test_accumulation_and_clipping(me: Rank) -> None:
     """Two batches before gradients are reduced."""
     with me.join():
         model, reference = sharded(me), network()
@@ -63,22 +59,15 @@ def accumulated(me: Rank) -> None:
         close(model, reference)
 
 
-def test_accumulation_and_clipping() -> None:
-    run(accumulated, 2)
-
-
 def half_precision(me: Rank) -> Tensor:
     model = sharded(me, torch.bfloat16)
     train(model, me.rank)
     return values(model.parameters())
 
 
-def half_precision_on_both(me: Rank) -> None:
+@on_ranks(2)
+def test_mixed_precision(me: Rank) -> None:
     gloo, ours = on_gloo_and_ours(me, half_precision)
     same(ours, gloo)
     error = (ours - values(trained_alone(me.size, STEPS).parameters())).abs().max()
     assert 1e-5 < error < 1e-1  # rounded, but trained
-
-
-def test_mixed_precision() -> None:
-    run(half_precision_on_both, 2)  # the sum of two is the same bits in whatever order

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from distributed.harness import Rank, run
+from distributed.harness import Rank, on_ranks
 from frameworks.common import same
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -21,7 +21,8 @@ def equal(actual: object, rank: int) -> None:
     same(actual["tensor"], expected["tensor"])
 
 
-def objects(me: Rank) -> None:
+@on_ranks(3)
+def test_objects(me: Rank) -> None:
     with me.join():
         mine, last = thing(me.rank), me.size - 1
 
@@ -53,17 +54,14 @@ def objects(me: Rank) -> None:
             equal(received[1], 2)
 
 
-def test_objects() -> None:
-    run(objects, 3)
-
-
 def sum_in(group: dist.ProcessGroup | None, rank: int) -> float:
     tensor = torch.tensor(10.0**rank)
     dist.all_reduce(tensor, group=group)
     return tensor.item()
 
 
-def subgroups(me: Rank) -> None:
+@on_ranks(4)
+def test_subgroups(me: Rank) -> None:
     with me.join():
         pair, _ = dist.new_subgroups(2)
         assert dist.get_backend(pair) == "ringreduce"
@@ -81,18 +79,11 @@ def subgroups(me: Rank) -> None:
         assert sum_in(None, me.rank) == 1111.0
 
 
-def test_subgroups() -> None:
-    run(subgroups, 4)
-
-
-def meshes(me: Rank) -> None:
+@on_ranks(4)
+def test_device_meshes(me: Rank) -> None:
     with me.join():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
         assert sum_in(mesh.get_group("columns"), me.rank) == (11.0 if me.rank < 2 else 1100.0)
         assert sum_in(mesh["rows"].get_group(), me.rank) == (101.0 if me.rank % 2 == 0 else 1010.0)
         assert sum_in(mesh._flatten("all").get_group(), me.rank) == 1111.0
         assert dist.get_backend(mesh.get_group("rows")) == "ringreduce"
-
-
-def test_device_meshes() -> None:
-    run(meshes, 4)

@@ -7,12 +7,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from frameworks.launch import environment, torchrun
+from processes import until
 
 KEEP = ("-m", "ringreduce", "keep")
 
@@ -67,9 +67,9 @@ def test_a_command_ends_with_its_keeper_and_hears_its_signals(tmp_path: Path) ->
     assert process.stdout is not None
     child = int(process.stdout.readline())
     process.send_signal(signal.SIGUSR1)
-    wait_for(heard.exists)
+    until(heard.exists)
     process.kill()
-    wait_for(lambda: not Path(f"/proc/{child}").exists())
+    until(lambda: not Path(f"/proc/{child}").exists())
     process.communicate(timeout=60)
 
 
@@ -121,13 +121,6 @@ def test_signals_that_are_ignored_stay_so() -> None:
     )
     process = keep(sys.executable, "-c", hang_up, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     assert process.communicate(timeout=60)[0] == "on\n" and process.returncode == 0
-
-
-def wait_for(condition: object) -> None:
-    end = time.monotonic() + 30
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_no_command() -> None:

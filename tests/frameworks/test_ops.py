@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import harness
-from distributed.harness import Rank, run
+from distributed.harness import Rank, on_ranks
 from frameworks.common import same
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
@@ -93,7 +93,10 @@ def expected(rank: int, size: int, call: int) -> dict[str, Tensor]:
     return {name: result + 1 for name, result in results.items()}
 
 
-def all_of_them(me: Rank, compiler: str | None) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", (None, "aot_eager"))
+@on_ranks(2, 3)
+def test_every_op(me: Rank, compiler: str | None) -> None:
     traced: list[str] = []
 
     def noted(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -113,14 +116,8 @@ def all_of_them(me: Rank, compiler: str | None) -> None:
         assert sum("all_reduce_" in each for each in traced) == len(REDUCTIONS), traced
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", (2, 3))
-@pytest.mark.parametrize("compiler", (None, "aot_eager"))
-def test_every_op(compiler: str | None, ranks: int) -> None:
-    run(all_of_them, ranks, compiler)
-
-
-def checked(me: Rank) -> None:
+@on_ranks(2)
+def test_pass_opcheck(me: Rank) -> None:
     """torch's own check: of what is written, of fakes, and of compiled graphs."""
     with me.join():
         group, x = world(), given(me.rank, me.size, 0)
@@ -136,11 +133,8 @@ def checked(me: Rank) -> None:
             torch.library.opcheck(kernel.default, arguments)
 
 
-def test_pass_opcheck() -> None:
-    run(checked, 2)
-
-
-def wrong(me: Rank) -> None:
+@on_ranks(2)
+def test_wrong_arguments_are_named(me: Rank) -> None:
     x = torch.ones(4)
     with me.join():
         group = world()
@@ -181,11 +175,9 @@ def wrong(me: Rank) -> None:
         ops.all_reduce_(x, group)
 
 
-def test_wrong_arguments_are_named() -> None:
-    run(wrong, 2)
-
-
-def of_other_groups(me: Rank, debug: bool) -> None:
+@pytest.mark.parametrize("debug", (False, True))
+@on_ranks(2)
+def test_of_other_groups(me: Rank, debug: bool) -> None:
     """Behind torch's wrapper for debugging, in a group of fewer ranks, and under a name that an earlier group had."""
     if debug:
         dist.set_debug_level(dist.DebugLevel.DETAIL)
@@ -198,11 +190,6 @@ def of_other_groups(me: Rank, debug: bool) -> None:
                 ops.all_reduce_(x, group.group_name)
                 assert x.tolist() == [float(size)] * 3
             del group, halves
-
-
-@pytest.mark.parametrize("debug", (False, True))
-def test_of_other_groups(debug: bool) -> None:
-    run(of_other_groups, 2, debug)
 
 
 class Reduced(torch.autograd.Function):
@@ -219,7 +206,8 @@ class Reduced(torch.autograd.Function):
         return grads[0], None
 
 
-def with_gradients(me: Rank) -> None:
+@on_ranks(2)
+def test_with_gradients_of_ones_own(me: Rank) -> None:
     def loss(x: Tensor, weight: Tensor, group: str) -> Tensor:
         return Reduced.apply(x * weight, group).square().sum()
 
@@ -234,10 +222,6 @@ def with_gradients(me: Rank) -> None:
         ops.all_reduce_(x, world())
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             saved.sum().backward()
-
-
-def test_with_gradients_of_ones_own() -> None:
-    run(with_gradients, 2)
 
 
 HEADS, WIDTH = 4, 32
@@ -285,8 +269,11 @@ class Decoder(nn.Module):
         return gathered.transpose(0, 1).flatten(1)
 
 
-def decoder(me: Rank, compiler: str, cache: Path) -> None:
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache / str(me.rank))
+@pytest.mark.parametrize("compiler", ("aot_eager", pytest.param("inductor", marks=pytest.mark.slow)))
+@pytest.mark.usefixtures("patient")
+@on_ranks(2)
+def test_decoder_layer_as_one_graph(me: Rank, compiler: str, tmp_path: Path) -> None:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / str(me.rank))
     torch._inductor.config.compile_threads = 1
     torch._inductor.config.cpp.vec_isa_ok = True  # or it compiles a program for each instruction set to find out
     torch._inductor.config.cpp_cache_precompile_headers = False
@@ -305,9 +292,3 @@ def decoder(me: Rank, compiler: str, cache: Path) -> None:
 def patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(harness, "deadline", lambda: COMPILATION)
     yield
-
-
-@pytest.mark.parametrize("compiler", ("aot_eager", pytest.param("inductor", marks=pytest.mark.slow)))
-@pytest.mark.usefixtures("patient")
-def test_decoder_layer_as_one_graph(compiler: str, tmp_path: Path) -> None:
-    run(decoder, 2, compiler, tmp_path)

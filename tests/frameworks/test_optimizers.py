@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from distributed.harness import Rank, run
+from distributed.harness import Rank, on_ranks
 from frameworks.common import batch, close, loss_of, network, trained_alone
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 STEPS = 6
 
 
-def zero(me: Rank) -> None:
+@on_ranks(3)
+def test_zero_redundancy_optimizer(me: Rank) -> None:
     """Each rank has Adam's moments of its share only; together they are those of one process."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -40,15 +41,12 @@ def zero(me: Rank) -> None:
             assert len(optimizer.state_dict()["state"]) == len(list(model.parameters()))
 
 
-def test_zero_redundancy_optimizer() -> None:
-    run(zero, 3)
-
-
 WARM_UP = 2  # steps in which all gradients are averaged
 PERIOD = 2  # steps from one averaging of all models to the next
 
 
-def post_local_sgd(me: Rank) -> None:
+@on_ranks(4)
+def test_post_local_sgd(me: Rank) -> None:
     """After the warm-up, pairs average gradients in every step, and all ranks their models in every second one."""
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
     from torch.distributed.optim import PostLocalSGDOptimizer
@@ -78,7 +76,3 @@ def post_local_sgd(me: Rank) -> None:
                     for copy in copies:
                         copy.data.copy_(mean)
             close(model, replicas[me.rank // 2])
-
-
-def test_post_local_sgd() -> None:
-    run(post_local_sgd, 4)

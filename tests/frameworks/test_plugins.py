@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.harness import Rank, run
+from distributed.harness import Rank, on_ranks
 from processes import ROOT
 from torch import Tensor
 
@@ -55,7 +55,15 @@ def vllm_communicator(group: Any) -> Any:
     return communicator(cpu_group=group, device=torch.device("cpu"), device_group=group, unique_name="tp:0")
 
 
-def on_vllm(me: Rank) -> None:
+def plugins_off_again() -> None:
+    """For groups to come."""
+    import ringreduce
+
+    ringreduce.as_gloo(False)
+
+
+@on_ranks(2)
+def test_vllm(me: Rank) -> None:
     use("vllm", "VLLM_PLUGINS", "other,ringreduce")
     os.environ["VLLM_DIST_IDENT"] = "test"
     plugins.register_vllm()
@@ -75,18 +83,8 @@ def on_vllm(me: Rank) -> None:
         del its, other
 
 
-def plugins_off_again() -> None:
-    """For groups to come."""
-    import ringreduce
-
-    ringreduce.as_gloo(False)
-
-
-def test_vllm() -> None:
-    run(on_vllm, 2)
-
-
-def on_sglang(me: Rank) -> None:
+@on_ranks(2)
+def test_sglang(me: Rank) -> None:
     use("sglang", "SGLANG_PLUGINS", "other, ringreduce")
     plugins.register_sglang()
     from sglang.srt.plugins.hook_registry import HookRegistry
@@ -106,11 +104,9 @@ def on_sglang(me: Rank) -> None:
         del its
 
 
-def test_sglang() -> None:
-    run(on_sglang, 2)
-
-
-def unlisted(me: Rank, listed: str | None) -> None:
+@pytest.mark.parametrize("listed", (None, "", "other"))
+@on_ranks(1)
+def test_do_nothing_unless_listed(me: Rank, listed: str | None) -> None:
     import torch.distributed.distributed_c10d as c10d
 
     use("vllm", "VLLM_PLUGINS", listed)
@@ -124,20 +120,12 @@ def unlisted(me: Rank, listed: str | None) -> None:
     assert c10d._new_process_group_helper is before
 
 
-@pytest.mark.parametrize("listed", (None, "", "other"))
-def test_do_nothing_unless_listed(listed: str | None) -> None:
-    run(unlisted, 1, listed)
-
-
-def another_vllm(me: Rank) -> None:
+@on_ranks(1)
+def test_a_vllm_that_is_too_different_is_refused(me: Rank) -> None:
     use("vllm", "VLLM_PLUGINS", "ringreduce")
     sys.modules["vllm.platforms.cpu"] = SimpleNamespace(CpuPlatform=type("CpuPlatform", (), {}))  # type: ignore[assignment]
     with pytest.raises(ImportError, match=r"does not suit this vLLM: .*leave ringreduce out of VLLM_PLUGINS"):
         plugins.register_vllm()
-
-
-def test_a_vllm_that_is_too_different_is_refused() -> None:
-    run(another_vllm, 1)
 
 
 def test_entry_points_name_them() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from distributed.harness import Rank, run
+from distributed.harness import Rank, on_ranks
 from frameworks.common import batch, close, loss_of, network, sgd, trained_alone, values
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -31,7 +31,8 @@ def train(model: nn.Module, data: int) -> nn.Module:
     return model
 
 
-def columns_and_rows(me: Rank) -> None:
+@on_ranks(2)
+def test_columns_and_rows(me: Rank) -> None:
     with me.join():
         mesh = init_device_mesh("cpu", (me.size,))
         model = parallelize_module(network(), mesh, PLAN)
@@ -40,11 +41,8 @@ def columns_and_rows(me: Rank) -> None:
         close(train(model, data=0), train(network(), data=0))
 
 
-def test_columns_and_rows() -> None:
-    run(columns_and_rows, 2)
-
-
-def two_dimensions(me: Rank) -> None:
+@on_ranks(4)
+def test_with_fsdp_on_a_mesh_of_2_by_2(me: Rank) -> None:
     """Ranks 0 and 1 share a model and its data, 2 and 3 the same model with other data."""
     with me.join():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
@@ -54,10 +52,6 @@ def two_dimensions(me: Rank) -> None:
         train(model, data=mesh.get_local_rank("data"))
         assert model[2].weight.to_local().shape == (16, 16)
         close(model, trained_alone(2, STEPS))
-
-
-def test_with_fsdp_on_a_mesh_of_2_by_2() -> None:
-    run(two_dimensions, 4)
 
 
 class Block(nn.Module):
@@ -71,7 +65,8 @@ class Block(nn.Module):
         return self.net(self.norm(x))
 
 
-def sequence(me: Rank) -> None:
+@on_ranks(2)
+def test_sequence_parallel(me: Rank) -> None:
     with me.join():
         mesh, x, reference = init_device_mesh("cpu", (me.size,)), batch(0, 0)[0].view(1, 6, 8), Block()
         plan = {
@@ -92,10 +87,6 @@ def sequence(me: Rank) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
-def test_sequence_parallel() -> None:
-    run(sequence, 2)
-
-
 def layouts(me: Rank, mesh: DeviceMesh) -> None:
     x = torch.arange(35.0).view(5, 7)
     for before in (Shard(0), Shard(1), Replicate()):
@@ -104,10 +95,7 @@ def layouts(me: Rank, mesh: DeviceMesh) -> None:
             assert torch.equal(tensor.redistribute(placements=[after]).full_tensor(), x), (before, after)
 
 
-def redistribution(me: Rank) -> None:
+@on_ranks(3)
+def test_redistribution_from_rank_0_between_all_uneven_layouts(me: Rank) -> None:
     with me.join():
         layouts(me, init_device_mesh("cpu", (me.size,)))
-
-
-def test_redistribution_from_rank_0_between_all_uneven_layouts() -> None:
-    run(redistribution, 3)

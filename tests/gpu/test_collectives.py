@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from bodies import collectives, grid
 from distributed import harness
-from distributed.cuda_ranks import MODES, options, run
+from distributed.cuda_ranks import MODES, on_ranks, options, run
 from distributed.harness import Rank
 from stand_in import torch_cuda
 
@@ -153,7 +153,8 @@ def test_coalesced_and_through_torch() -> None:
     assert outcomes["right"] > 60 and outcomes["refused"] > 20
 
 
-def by_ops(me: Rank, mode: str) -> None:
+@on_ranks(2)
+def test_ops_of_compiled_graphs(me: Rank, mode: str) -> None:
     with me.join(options=options(mode)), torch.device("cuda"):
         assert dist.group.WORLD is not None
         group = dist.group.WORLD.group_name
@@ -165,8 +166,3 @@ def by_ops(me: Rank, mode: str) -> None:
         assert torch.equal(gathered, torch.arange(float(me.size)).view(-1, 1).expand(-1, 2))
         ops.all_to_all_into(exchanged, torch.full((me.size,), float(me.rank)), group)
         assert torch.equal(exchanged, torch.arange(float(me.size)))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_ops_of_compiled_graphs(mode: str) -> None:
-    run(by_ops, 2, mode)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from distributed import cuda_threads
 from distributed.cuda_threads import Member, all_collectives
-from distributed.harness import Rank, run
+from distributed.harness import Rank, on_ranks
 from stand_in import build as stand_in
 from stand_in import torch_cuda
 
@@ -40,6 +40,11 @@ def run_threads(function: Callable[..., Any], size: int, *arguments: Any, timeou
     return cuda_threads.run_threads(
         function, size, *arguments, devices=size, timeout=timeout, prepare=_stand_in_nccl, **options
     )
+
+
+def on_threads(size: int, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """As `cuda_threads.on_threads`, by `run_threads`."""
+    return lambda function: needs_stand_in(cuda_threads.on_threads(size, runs=run_threads, **options)(function))
 
 
 def _stand_in_nccl() -> None:
@@ -71,10 +76,6 @@ def member_calls(me: Member, n: int) -> None:
     all_collectives(me.rank, me.size, me.group, n)
 
 
-def member_replays(me: Member) -> None:
-    replayed(me.rank, me.size, me.group)
-
-
 # ---- with ranks that are threads -------------------------------------------------------------------------------------
 
 
@@ -93,17 +94,13 @@ def test_collectives_in_rings_and_trees(algorithms: str) -> None:
     run_threads(member_calls, 4, 5000, gpu_transport="nccl", algorithms=algorithms)
 
 
-@needs_stand_in
-def test_graph() -> None:
-    run_threads(member_replays, 2, gpu_transport="nccl")
+@on_threads(2, gpu_transport="nccl")
+def test_graph(me: Member) -> None:
+    replayed(me.rank, me.size, me.group)
 
 
-@needs_stand_in
-def test_adopted_communicator() -> None:
-    run_threads(calls_over_an_adopted_one, 2, gpu_transport="host")
-
-
-def calls_over_an_adopted_one(me: Member) -> None:
+@on_threads(2, gpu_transport="host")
+def test_adopted_communicator(me: Member) -> None:
     theirs = a_communicator(me)
     ringreduce.use_nccl(theirs, group=me.group)
     all_collectives(me.rank, me.size, me.group, 1001)
@@ -115,44 +112,28 @@ def calls_over_an_adopted_one(me: Member) -> None:
     assert communicators() == me.size  # theirs
 
 
-@needs_stand_in
-def test_adopting_too_late() -> None:
-    for text in run_threads(adopts_too_late, 2, gpu_transport="nccl"):
-        assert "call it once, before its first call on them" in text
-
-
-def adopts_too_late(me: Member) -> str:
+@on_threads(2, gpu_transport="nccl")
+def test_adopting_too_late(me: Member) -> None:
     ringreduce.all_reduce(torch.ones(4, device="cuda"), group=me.group)
-    with pytest.raises(InvalidArgument) as refusal:
+    with pytest.raises(InvalidArgument, match="call it once, before its first call on them"):
         ringreduce.use_nccl(a_communicator(me), group=me.group)
-    return str(refusal.value)
 
 
-@needs_stand_in
-def test_adopting_what_does_not_fit() -> None:
-    for text in run_threads(adopts_in_another_order, 2):
-        assert (
-            "use_nccl: rank 0: the NCCL communicator is of rank 1 of 2 on device 0, but the group's rank is 0" in text
-        )
-        assert "; rank 1: the NCCL communicator is of rank 0 of 2 on device 1" in text
+NOT_THEIRS = (
+    "use_nccl: rank 0: the NCCL communicator is of rank 1 of 2 on device 0, but the group's rank is 0"
+    ".*; rank 1: the NCCL communicator is of rank 0 of 2 on device 1"
+)
 
 
-def adopts_in_another_order(me: Member) -> str:
-    with pytest.raises(InvalidArgument) as refusal:
+@on_threads(2)
+def test_adopting_what_does_not_fit(me: Member) -> None:
+    with pytest.raises(InvalidArgument, match=NOT_THEIRS):
         ringreduce.use_nccl(a_communicator(me, 1 - me.rank), group=me.group)
     ringreduce.use_nccl(a_communicator(me), group=me.group)  # nothing is lost
-    return str(refusal.value)
 
 
-@needs_stand_in
-def test_timeout() -> None:
-    for text in run_threads(waits_for_nobody, 2, gpu_transport="nccl"):
-        assert "it has not ended on device 0 (" in text
-        assert "of rank 0 within 300 ms. NCCL does not tell which rank it waits for" in text
-        assert "NCCL_DEBUG=INFO" in text
-
-
-def waits_for_nobody(me: Member) -> str:
+@on_threads(2, gpu_transport="nccl")
+def test_timeout(me: Member) -> None:
     x = torch.ones(1000, device="cuda")
     ringreduce.all_reduce(x, group=me.group)
     torch.cuda.synchronize()
@@ -165,15 +146,12 @@ def waits_for_nobody(me: Member) -> str:
             while not work.is_completed():
                 time.sleep(0.001)
             work.wait()
-    return broken_with(me, CollectiveTimeout)
+    said = "of rank 0 within 300 ms. NCCL does not tell which rank it waits for"
+    is_broken(me, CollectiveTimeout, rf"it has not ended on device 0 \(.*{said}.*NCCL_DEBUG=INFO")
 
 
-@needs_stand_in
-def test_abort() -> None:
-    assert all("rank 1 aborted the group" in text for text in run_threads(aborts, 3, gpu_transport="nccl"))
-
-
-def aborts(me: Member) -> str:
+@on_threads(3, gpu_transport="nccl")
+def test_abort(me: Member) -> None:
     x = torch.ones(1000, device="cuda")
     ringreduce.all_reduce(x, group=me.group)
     torch.cuda.synchronize()
@@ -184,49 +162,40 @@ def aborts(me: Member) -> str:
         with contextlib.suppress(Aborted):  # if it comes after
             ringreduce.all_reduce(x, group=me.group)
     torch.cuda.synchronize()
-    return broken_with(me, Aborted)
+    is_broken(me, Aborted, "rank 1 aborted the group")
 
 
-def broken_with(me: Member, kind: type[Exception]) -> str:
-    """What calls fail with when the group is broken, or will be."""
+def is_broken(me: Member, kind: type[Exception], said: str) -> None:
+    """Calls fail by this when the group is broken, or will be."""
     while me.backend.get_error() == torch._C._distributed_c10d.ErrorType.SUCCESS:
         time.sleep(0.001)
-    with pytest.raises(kind) as failure:
+    with pytest.raises(kind, match=said):
         ringreduce.all_reduce(torch.ones(4, device="cuda"), group=me.group)
-    return str(failure.value)
 
 
 # ---- with ranks that are processes -----------------------------------------------------------------------------------
 
 
 @needs_stand_in
-def test_no_library_on_one_rank() -> None:
-    for text in run(torch_cuda.activated, 2, has_no_library_on_rank_1):
-        assert text.startswith("gpu_transport is 'nccl', but NCCL does not join the group's GPUs: rank 1: no NCCL: ")
-        assert "pip install nvidia-nccl-cu13" in text
-
-
-def has_no_library_on_rank_1(me: Rank) -> str:
+@on_ranks(2, through=(torch_cuda.activated,))
+def test_no_library_on_one_rank(me: Rank) -> None:
     _stand_in_nccl()
     if me.rank == 1:
         os.environ["RINGREDUCE_LIBNCCL"] = "/nowhere/libnccl.so.2"
     torch.cuda.set_device(me.rank)
     with me.join(options=Options(gpu_transport="nccl")):
-        with pytest.raises(SystemFailure) as failure:
+        said = "^gpu_transport is 'nccl', but NCCL does not join the group's GPUs: rank 1: no NCCL: "
+        with pytest.raises(SystemFailure, match=rf"{said}.*pip install nvidia-nccl-cu13"):
             ringreduce.all_reduce(torch.ones(4, device="cuda"))
         x = torch.ones(4)
         dist.all_reduce(x)  # the group lives
         assert x.tolist() == [2] * 4
-    return str(failure.value)
 
 
 @pytest.mark.skipif(not REAL or torch.cuda.device_count() < 2, reason="NCCL takes a GPU for each rank, and 2 ranks")
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
-def test_real_nccl(transport: str) -> None:
-    run(calls_over_real_nccl, min(torch.cuda.device_count(), 4), transport)
-
-
-def calls_over_real_nccl(me: Rank, transport: str) -> None:
+@on_ranks(min(torch.cuda.device_count(), 4))
+def test_real_nccl(me: Rank, transport: str) -> None:
     torch.cuda.set_device(me.rank)
     with me.join(options=Options(gpu_transport="nccl", transport=transport)):
         for n in (1, 1001, 3_000_000):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.harness import Rank, run
+from distributed.harness import Rank, on_ranks, run
 from processes import Logged
 from stand_in import torch_cuda
 from stand_in.torch_cuda import delay
@@ -168,16 +168,13 @@ def test_or_it_is_an_error_on_all(obstacle: str) -> None:
     assert "gpu_transport is 'peer'" in one
 
 
-def asked_for_the_host(me: Rank) -> list[str]:
+@on_ranks(RANKS, returns=[[], []], through=(torch_cuda.activated,))
+def test_the_host_on_request(me: Rank) -> list[str]:
     torch.cuda.set_device(0)
     warnings = Logged(level=logging.WARNING)
     with me.join(options=Options(gpu_transport="host")):
         all_collectives(me)
     return warnings.messages
-
-
-def test_the_host_on_request() -> None:
-    assert run(torch_cuda.activated, RANKS, asked_for_the_host) == [[], []]
 
 
 @pytest.mark.parametrize(
@@ -191,7 +188,8 @@ def test_values_that_no_option_has(option: str, value: Any) -> None:
         resolve(Options(**{option: value}))
 
 
-def uses_parts(me: Rank) -> None:
+@on_ranks(3, through=(torch_cuda.activated,))
+def test_new_groups(me: Rank) -> None:
     torch.cuda.set_device(0)
     with me.join(options=Options(gpu_transport="peer")):
         all_collectives(me)
@@ -200,19 +198,6 @@ def uses_parts(me: Rank) -> None:
             x = torch.full((100,), me.rank + 1.0, device="cuda")
             dist.all_reduce(x, group=part)
             assert x.eq(3).all()
-
-
-def test_new_groups() -> None:
-    run(torch_cuda.activated, 3, uses_parts)
-
-
-def sees_one_gpu(me: Rank, descriptors_first: bool) -> None:
-    """As under Slurm: every rank sees its own GPU only, as device 0."""
-    os.environ["RINGREDUCE_STAND_IN_DEVICES"] = str(me.size)
-    os.environ["RINGREDUCE_STAND_IN_VISIBLE"] = str(me.rank)
-    torch_cuda.activate()
-    assert torch.cuda.device_count() == 1
-    shared_by(me, descriptors_first)
 
 
 def shared_by(me: Rank, descriptors_first: bool) -> None:
@@ -238,11 +223,18 @@ def test_both_ways_to_share_memory(descriptors_first: bool) -> None:
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a process of this machine's sees all its GPUs")
 @pytest.mark.parametrize("descriptors_first", [False, True], ids=["ipc", "descriptors"])
-def test_ranks_that_see_only_their_own_gpu(descriptors_first: bool) -> None:
-    run(sees_one_gpu, 3, descriptors_first)
+@on_ranks(3)
+def test_ranks_that_see_only_their_own_gpu(me: Rank, descriptors_first: bool) -> None:
+    """As under Slurm: every rank sees its own GPU only, as device 0."""
+    os.environ["RINGREDUCE_STAND_IN_DEVICES"] = str(me.size)
+    os.environ["RINGREDUCE_STAND_IN_VISIBLE"] = str(me.rank)
+    torch_cuda.activate()
+    assert torch.cuda.device_count() == 1
+    shared_by(me, descriptors_first)
 
 
-def over_gloo(me: Rank) -> None:
+@on_ranks(2, through=(torch_cuda.activated,))
+def test_over_gloo(me: Rank) -> None:
     torch.cuda.set_device(0)
     with me.join(options=Options(transport="gloo")):
         x = torch.full((1000,), me.rank + 1.0, device="cuda")
@@ -250,11 +242,8 @@ def over_gloo(me: Rank) -> None:
         assert x.eq(3).all()
 
 
-def test_over_gloo() -> None:
-    run(torch_cuda.activated, 2, over_gloo)
-
-
-def mixes_devices(me: Rank) -> list[str]:
+@on_ranks(2, through=(torch_cuda.activated,))
+def test_lists_of_tensors_on_different_devices(me: Rank) -> None:
     torch.cuda.set_device(0)
     gpu, cpu = torch.ones(4, device="cuda"), torch.ones(4)
     with me.join():
@@ -266,10 +255,5 @@ def mixes_devices(me: Rank) -> list[str]:
             messages.append(str(raised.value))
         dist.all_reduce(gpu)
         assert gpu.tolist() == [me.size**2] * 4
-    return messages
-
-
-def test_lists_of_tensors_on_different_devices() -> None:
-    for messages in run(torch_cuda.activated, 2, mixes_devices):
-        for message in messages:
-            assert "different devices" in message and "cuda:0" in message and "cpu" in message
+    for message in messages:
+        assert "different devices" in message and "cuda:0" in message and "cpu" in message

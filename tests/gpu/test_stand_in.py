@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.harness import Rank, run
+from distributed.harness import Rank, on_ranks
 from stand_in.torch_cuda import activated, delay
 
 # streams
@@ -135,11 +135,8 @@ def test_copy_between_devices_waits_for_both(devices: int) -> None:
         x + y
 
 
-def test_an_operator_that_fails_makes_the_wait_fail() -> None:
-    assert run(activated, 1, fails_later) == ["failed"]
-
-
-def fails_later(me: Rank) -> str:
+@on_ranks(1, returns=["failed"], through=(activated,))
+def test_an_operator_that_fails_makes_the_wait_fail(me: Rank) -> str:
     x = torch.zeros(4, device="cuda")
     try:
         x.index_fill_(0, torch.tensor([9], device="cuda"), 1)
@@ -341,11 +338,8 @@ def test_graphs_keep_their_memory() -> None:
     assert all(other.sum().item() == 9000 for other in others)
 
 
-def test_waiting_ends_a_capture() -> None:
-    assert run(activated, 1, waits_in_capture) == ["refused"]
-
-
-def waits_in_capture(me: Rank) -> str:
+@on_ranks(1, returns=["refused"], through=(activated,))
+def test_waiting_ends_a_capture(me: Rank) -> str:
     x, graph = torch.zeros(4, device="cuda"), torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.cuda_ranks import MODES, options, run
+from distributed.cuda_ranks import on_ranks, options, run
 from distributed.harness import Rank
 from stand_in.torch_cuda import delay
 from torch.profiler import ProfilerActivity, profile
@@ -53,7 +53,8 @@ def while_late(late: torch.cuda.Stream, attempt: Callable[[], Any]) -> Any:
 # order
 
 
-def late_producers(me: Rank, mode: str) -> None:
+@on_ranks(2)
+def test_calls_come_after_what_was_queued_and_nothing_waits_here(me: Rank, mode: str) -> None:
     with me.join(options=options(mode)):
         main, other = torch.cuda.current_stream(), torch.cuda.Stream()
         x = torch.zeros(COUNT, device="cuda")
@@ -95,11 +96,6 @@ def late_producers(me: Rank, mode: str) -> None:
         check(doubled, 2 * SUM[me.size])
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_calls_come_after_what_was_queued_and_nothing_waits_here(mode: str) -> None:
-    run(late_producers, 2, mode)
-
-
 def many_at_once(me: Rank, mode: str) -> None:
     with me.join(options=options(mode)):
         xs = [ones(me.rank) * factor for factor in range(1, 9)]
@@ -133,7 +129,8 @@ def test_many_calls_from_many_streams(ranks: int, mode: str) -> None:
 # memory
 
 
-def freed_inputs(me: Rank, mode: str) -> None:
+@on_ranks(2)
+def test_tensors_may_be_freed_before_an_asynchronous_call_reads_them(me: Rank, mode: str) -> None:
     """The tensor of a call is freed before the call gets to it, since an earlier one is late."""
     with me.join(options=options(mode)):
         main, side, other = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
@@ -168,15 +165,11 @@ def freed_inputs(me: Rank, mode: str) -> None:
                 del rubbish
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_tensors_may_be_freed_before_an_asynchronous_call_reads_them(mode: str) -> None:
-    run(freed_inputs, 2, mode)
-
-
 # works
 
 
-def asked_works(me: Rank, mode: str) -> None:
+@on_ranks(2)
+def test_what_a_work_can_be_asked(me: Rank, mode: str) -> None:
     main = torch.cuda.current_stream()
     with me.join(options=options(mode)):
         x = ones(me.rank)
@@ -214,12 +207,8 @@ def asked_works(me: Rank, mode: str) -> None:
         assert work._get_duration() > 0
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_what_a_work_can_be_asked(mode: str) -> None:
-    run(asked_works, 2, mode)
-
-
-def different_calls(me: Rank, mode: str) -> None:
+@on_ranks(2)
+def test_a_wait_on_the_host_hears_of_a_call_that_failed(me: Rank, mode: str) -> None:
     with me.join(options=options(mode), timeout=20):
         dist.all_reduce(ones(me.rank))
         work = dist.all_reduce(ones(me.rank, 100 + me.rank), async_op=True)
@@ -227,11 +216,6 @@ def different_calls(me: Rank, mode: str) -> None:
             work.wait(timedelta(seconds=30))
         with pytest.raises(CollectiveMismatch):
             dist.all_reduce(ones(me.rank))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_wait_on_the_host_hears_of_a_call_that_failed(mode: str) -> None:
-    run(different_calls, 2, mode)
 
 
 # graphs
@@ -283,8 +267,9 @@ def test_graphs_are_replayed_between_other_calls(ranks: int, mode: str) -> None:
     run(graphs, ranks, mode)
 
 
-def freed_in_a_graph(me: Rank, mode: str) -> None:
-    """As `freed_inputs`; within a graph, where memory is taken again as well."""
+@on_ranks(2)
+def test_tensors_may_be_freed_within_a_graph(me: Rank, mode: str) -> None:
+    """As without a graph; within one, where memory is taken again as well."""
     with me.join(options=options(mode)):
         x = ones(me.rank)
         gathered = torch.zeros(me.size * COUNT, device="cuda")
@@ -311,12 +296,8 @@ def freed_in_a_graph(me: Rank, mode: str) -> None:
         del rubbish
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_tensors_may_be_freed_within_a_graph(mode: str) -> None:
-    run(freed_in_a_graph, 2, mode)
-
-
-def first_call_in_a_capture(me: Rank, mode: str) -> None:
+@on_ranks(2)
+def test_the_first_call_of_a_group_may_be_captured(me: Rank, mode: str) -> None:
     with me.join(options=options(mode)):
         x = ones(me.rank)
         graph = torch.cuda.CUDAGraph()
@@ -326,11 +307,6 @@ def first_call_in_a_capture(me: Rank, mode: str) -> None:
         check(x, me.rank + 1)
         graph.replay()
         check(x, SUM[me.size])
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_the_first_call_of_a_group_may_be_captured(mode: str) -> None:
-    run(first_call_in_a_capture, 2, mode)
 
 
 def through_the_host(me: Rank, mode: str, transport: str) -> None:
@@ -358,7 +334,8 @@ def test_what_goes_through_the_host_cannot_be_captured(transport: str) -> None:
 # what can be seen from outside
 
 
-def reported(me: Rank, mode: str, folder: str) -> None:
+@on_ranks(2)
+def test_calls_are_profiled_recorded_counted_and_told_to_hooks(me: Rank, mode: str, tmp_path: Path) -> None:
     with me.join(options=options(mode)):
         group, heard = dist.group.WORLD, []
         assert group is not None
@@ -378,7 +355,7 @@ def reported(me: Rank, mode: str, folder: str) -> None:
         assert heard[0].seq + 1 == heard[1].seq
         assert all(info.time_finished >= info.time_started for info in heard)
 
-        path = Path(folder, f"rank{me.rank}")
+        path = tmp_path / f"rank{me.rank}"
         ringreduce.dump_flight_record(path)
         entries = [e for e in pickle.loads(path.read_bytes())["entries"] if e["collective_seq_id"] > 0]
         assert [e["input_sizes"] for e in entries[-5:]] == [[[count]] for count in (COUNT, 11, 12, 13, 14)]
@@ -388,12 +365,8 @@ def reported(me: Rank, mode: str, folder: str) -> None:
         assert stats["all_reduce"].bytes == 4 * (COUNT + 11 + 13 + 14)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_calls_are_profiled_recorded_counted_and_told_to_hooks(mode: str, tmp_path: Path) -> None:
-    run(reported, 2, mode, str(tmp_path))
-
-
-def refused(me: Rank, mode: str) -> None:
+@on_ranks(2)
+def test_tensors_that_cannot_be_served_are_refused(me: Rank, mode: str) -> None:
     with me.join(options=options(mode)):
         with pytest.raises(InvalidArgument, match=r"different devices: (cpu and cuda|cuda.* and cpu)"):
             ringreduce.all_gather_into_tensor(ones(0, 2 * COUNT), torch.ones(COUNT))
@@ -407,8 +380,3 @@ def refused(me: Rank, mode: str) -> None:
         x = ones(me.rank)
         dist.all_reduce(x)
         check(x, SUM[me.size])
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_tensors_that_cannot_be_served_are_refused(mode: str) -> None:
-    run(refused, 2, mode)

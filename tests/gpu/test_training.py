@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-from distributed.cuda_ranks import MODES, options, run
+from distributed.cuda_ranks import on_ranks, options
 from distributed.harness import Rank
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
@@ -54,7 +53,8 @@ def trained(me: Rank, device: str, way: str) -> list[torch.Tensor]:
     return [p.detach().cpu() for p in model.parameters()]
 
 
-def both(me: Rank, mode: str) -> None:
+@on_ranks(2)
+def test_training(me: Rank, mode: str) -> None:
     with me.join(options=options(mode)):
         for way in WAYS:
             # GPUs add up matrix products in other orders; what is rounded to float16 may then fall on either side.
@@ -63,8 +63,3 @@ def both(me: Rank, mode: str) -> None:
                 torch.testing.assert_close(
                     on_gpu, on_cpu, rtol=tolerance, atol=tolerance, msg=lambda m, w=way: f"{w}: {m}"
                 )
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_training(mode: str) -> None:
-    run(both, 2, mode)

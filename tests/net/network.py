@@ -75,6 +75,7 @@ class Network:
         self.delay, self.loss, self.seed = delay or 0.0, loss, seed
         self.carrier = "veth"
         """What joins the hosts: "veth", "netem" or "switch"."""
+        self._cuts: set[tuple[int, int]] = set()
         self._exit = contextlib.ExitStack()
         self._namespaces: list[int] = []
         self._bridges = -1
@@ -141,6 +142,12 @@ class Network:
             for family in (4, 6):
                 line = f"ip neigh replace {self.address(peer, interface, family)} lladdr {to} dev eth{interface}"
                 self._run(self._namespaces[host], *line.split())
+        (self._cuts.add if cut else self._cuts.discard)((host, peer))
+
+    def heal(self) -> None:
+        """Ends every `cut`."""
+        for host, peer in list(self._cuts):
+            self.cut(host, peer, cut=False)
 
     def set_rate(self, host: int, rate: str, interface: int = 0) -> None:
         """Of what the host sends by that interface, from now on. Packets that wait are lost if there was none."""

@@ -12,14 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from net.network import Network, unavailable
+from net.network import Network
 from net.ranks import Rank, Ranks
 from processes import Logged
 
 import ringreduce.parameter_server as ps
 from ringreduce.errors import CollectiveTimeout, ServerLost
-
-pytestmark = [pytest.mark.netns, pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))]
 
 SERVERS, WORKERS = 3, 3
 HOSTS = [1, 2, 0, 1, 2, 0]
@@ -95,12 +93,6 @@ def tell_history(me: Rank, mode: ps.Mode, pushes: int, until: str = "") -> Any:
         kv.pull("h", history.value)
     kv.leave()
     return history.done, history.value.sum(1).tolist()
-
-
-@pytest.fixture(scope="module")
-def network() -> Any:
-    with Network(hosts=3) as made:
-        yield made
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.mode)

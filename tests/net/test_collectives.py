@@ -26,13 +26,11 @@ from bodies.surface import (
     coalesced_collectives,
     shrinking_by_force,
 )
-from net.network import Network, unavailable
+from net.network import Network
 from net.ranks import Rank, run
 
 import ringreduce
 from ringreduce.groups.lookup import backend_of
-
-pytestmark = [pytest.mark.netns, pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))]
 
 PLACEMENTS = {
     "2 x 1": [0, 1],

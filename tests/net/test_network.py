@@ -8,19 +8,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from net.network import Network, unavailable
+from net.network import Network
 from net.ranks import Rank, RankFailed, Ranks, run
 from net.warden import processes_in
+from processes import until
 
 import ringreduce
-
-pytestmark = [pytest.mark.netns, pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))]
 
 MB = 10**6
 SOON = 20.0
@@ -178,7 +177,7 @@ def test_what_runs_on_hosts_ends_with_the_network() -> None:
     with Network(hosts=1) as network:
         sleeps = network.popen(0, ["sh", "-c", "sleep 1000 & sleep 1000"])
         inside = {os.stat(network.path(0)).st_ino}
-        wait_until(lambda: len(processes_in(inside)) >= 3)
+        until(lambda: len(processes_in(inside)) >= 3)
     assert sleeps.returncode == -signal.SIGKILL
     assert not processes_in(inside)
 
@@ -202,11 +201,11 @@ def test_nothing_is_left_behind_when_the_owner_is_killed() -> None:
     )
     assert owner.stdout
     inodes, keepers = json.loads(owner.stdout.readline())
-    wait_until(lambda: len(processes_in(set(inodes))) >= 3)
+    until(lambda: len(processes_in(set(inodes))) >= 3)
     owner.kill()
     owner.wait()
-    wait_until(lambda: not processes_in(set(inodes)))
-    wait_until(lambda: not any(map(alive, keepers)))
+    until(lambda: not processes_in(set(inodes)))
+    until(lambda: not any(map(alive, keepers)))
     assert socket.if_nameindex() == interfaces
 
 
@@ -216,13 +215,6 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + SOON
-    while not condition():
-        assert time.monotonic() < end, "not in time"
-        time.sleep(0.01)
 
 
 # ---- ranks ---------------------------------------------------------------------------------------------------------

@@ -12,15 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from net.network import Network, unavailable
+from net.network import Network
 from net.ranks import Rank, run
 
 import ringreduce
-
-pytestmark = [
-    pytest.mark.netns,
-    pytest.mark.skipif(unavailable() is not None, reason=f"no namespaces here: {unavailable()}"),
-]
 
 ROOT = Path(__file__).resolve().parents[2]
 

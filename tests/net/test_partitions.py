@@ -6,7 +6,6 @@ The views that all members have seen must form one chain.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -14,26 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from bodies.failpoints import check
-from net.network import Network, unavailable
+from net.network import Network
 from net.ranks import Rank, Ranks
 
 import ringreduce
 from ringreduce import elastic
 from ringreduce.errors import RingReduceError
 
-pytestmark = [
-    pytest.mark.netns,
-    pytest.mark.slow,
-    pytest.mark.skipif(unavailable() is not None, reason=str(unavailable())),
-]
+pytestmark = pytest.mark.slow
 
 Log = list[tuple[int, tuple[str, ...], int]]
-
-
-@pytest.fixture
-def network() -> Iterator[Network]:
-    with Network(hosts=4) as made:
-        yield made
 
 
 def trains(me: Rank) -> tuple[str, Log]:

@@ -10,14 +10,14 @@ import random
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from bodies.collectives import COLLECTIVES, all_reduce
 from bodies.faults import error_of
-from net.network import Network, unavailable
+from net.network import Network
 from net.ranks import Rank, Ranks, until_told
 
 import ringreduce
@@ -26,17 +26,9 @@ from ringreduce.groups.lookup import backend_of
 from ringreduce.network import listener, sockets
 from ringreduce.network.interfaces import local_interfaces
 
-pytestmark = [pytest.mark.netns, pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))]
-
 Door = tuple[str, int]
 IPV4 = ringreduce.Options(socket_ifname="10.77.0.0/16")
 """With addresses of both kinds a rank may come to a door twice, and stay once."""
-
-
-@pytest.fixture(scope="module")
-def network() -> Iterator[Network]:
-    with Network(hosts=3) as made:
-        yield made
 
 
 def serve(me: Rank) -> tuple[int, dict[str, int]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +17,15 @@ import torch
 from frameworks.common import ROUNDING, batch, loss_of, sgd, sharded, values
 from frameworks.common import network as model
 from frameworks.launch import DEADLINE, ROOT, environment
-from net.network import Network, unavailable
+from net.network import Network
 from net.ranks import Rank, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ringreduce
 
-pytestmark = [pytest.mark.netns, pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))]
-
 STEPS = 5
 SAME_ORDER = ringreduce.Options(algorithms="all_reduce:one_shot;reduce_scatter:direct;all_gather:direct")
-
-
-@pytest.fixture(scope="module")
-def network() -> Iterator[Network]:
-    with Network(hosts=2) as made:
-        yield made
 
 
 def ddp(me: Rank, **keywords: Any) -> nn.Module:

@@ -9,7 +9,7 @@ from typing import Any
 import bodies.parameter_server as one_host
 import pytest
 import torch
-from distributed.harness import Rank, run
+from distributed.harness import Rank, on_ranks, run
 from frameworks.launch import alone, ranks
 from torch import nn
 from torch.nn.utils import prune
@@ -125,7 +125,8 @@ class Optional(nn.Module):
         return self.always(x) + self.at_times(x) if all_of_it else self.always(x)
 
 
-def uses_a_part(me: Rank) -> float:
+@on_ranks(2, returns=[pytest.approx(1 + 2 + 3 / 2 + 4 + 6, abs=1e-4)] * 2)
+def test_a_parameter_that_a_worker_does_not_use_counts_as_zeros(me: Rank) -> float:
     """How far `at_times.weight` has moved, in learning rates: its gradient in step i is i + 1."""
     torch.manual_seed(0)
     model = Optional()
@@ -139,10 +140,6 @@ def uses_a_part(me: Rank) -> float:
         optimizer.pull()
         optimizer.detach()
     return (before - model.at_times.weight[0, 0].item()) / 0.1
-
-
-def test_a_parameter_that_a_worker_does_not_use_counts_as_zeros() -> None:
-    assert run(uses_a_part, 2) == [pytest.approx(1 + 2 + 3 / 2 + 4 + 6, abs=1e-4)] * 2
 
 
 def test_a_parameter_without_a_gradient_keeps_its_value_and_states() -> None:
@@ -396,7 +393,8 @@ def test_a_closure_is_called_once() -> None:
     assert bits(model) == bits(alone)
 
 
-def in_ddp(me: Rank) -> str:
+@on_ranks(2)
+def test_a_model_in_ddp_is_told_so(me: Rank) -> None:
     """Attaches a model that is wrapped: DDP averages gradients after they were pushed."""
     model = nn.Linear(3, 1)
     with me.join(), one_host.join(me) as kv:
@@ -408,11 +406,7 @@ def in_ddp(me: Rank) -> str:
                 wrapped(ones(me.rank + 1)).sum().backward()
                 optimizer.step()
         optimizer.detach()
-        return str(raised.value)
-
-
-def test_a_model_in_ddp_is_told_so() -> None:
-    for text in run(in_ddp, 2):
+        text = str(raised.value)
         assert "The model is wrapped in DistributedDataParallel" in text
 
 

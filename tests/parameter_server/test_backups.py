@@ -20,7 +20,7 @@ import test_snapshots as saved
 import torch
 from bodies.parameter_server import SMALL, alone, gradient, placed
 from distributed.harness import Rank, Ranks, run
-from processes import Logged
+from processes import Logged, until
 from torch._C._distributed_c10d import HashStore
 
 import ringreduce.parameter_server as ps
@@ -427,10 +427,7 @@ def trains_until_there_is_one(me: Rank, folder: str) -> Any:
         for step in range(STEPS):
             kv.push_pull("w", gradient(0, step, COUNT), out=w).wait()
         Path(folder, "trained").touch()
-        deadline = time.monotonic() + 60
-        while not list(Path(folder).glob("*[0-9]/index.json")):
-            assert time.monotonic() < deadline, "no snapshot became whole"
-            time.sleep(0.05)
+        until(lambda: any(Path(folder).glob("*[0-9]/index.json")), "a whole snapshot")
     return w.numpy()
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from bodies.in_process import attach, let_in, make_backup, make_block, server_and_backup, wait_until
+from bodies.in_process import attach, let_in, make_backup, make_block, server_and_backup
+from processes import until
 
 from ringreduce import _C
 from ringreduce.coordination.process import own_pidfd
@@ -34,8 +35,8 @@ def test_a_backup_that_fails_says_so_and_its_server_goes_on(caplog: pytest.LogCa
     for kind in ("initialise", "push", "push"):
         assert client.wait(client.send(kind, parts, w.data_ptr()), 30.0)
     assert client.read(parts, w.data_ptr(), timeout=30.0) == [2] and torch.equal(w, torch.full((16,), 3.0))
-    wait_until(lambda: not server.has_backup)
-    wait_until(lambda: bool(caplog.messages))
+    until(lambda: not server.has_backup)
+    until(lambda: bool(caplog.messages))
     (said,) = caplog.messages
     assert "has failed and is none any more: a block of 600 elements needs" in said
     server.stop()
@@ -52,8 +53,8 @@ def test_a_backup_that_was_replaced_does_not_take_over() -> None:
         make_block(server)
         make_backup(server, second)
         server.stop()
-        wait_until(lambda: bool(second.serves))  # noqa: B023
-        wait_until(lambda: bool(first.has_ended))  # noqa: B023
+        until(lambda: bool(second.serves))  # noqa: B023
+        until(lambda: bool(first.has_ended))  # noqa: B023
         assert not first.serves and second.turn == 1 and second.statistics()["blocks"] == 1
         first.stop()
         second.stop()
@@ -69,7 +70,7 @@ def leaving() -> tuple[Any, Any, Any, Any]:
     parts = _C.ParameterParts([(0, block, 0, 64, offset)])
     assert client.wait(client.send("initialise", parts, w.data_ptr()), 30.0)
     server.leave_to_backup()
-    wait_until(lambda: bool(heir.is_heir))
+    until(lambda: bool(heir.is_heir))
 
     def push_ends() -> None:
         """Of which the value has no more than it should."""
@@ -100,7 +101,7 @@ def test_an_heir_that_ends_once_it_has_a_backup_is_followed_by_that() -> None:
         make_backup(heir, third)
         heir.stop()
         push_ends()
-        wait_until(lambda: bool(server.has_ended))  # noqa: B023
+        until(lambda: bool(server.has_ended))  # noqa: B023
         assert third.serves and third.turn == 2
         push_ends()
         third.stop()
@@ -114,7 +115,7 @@ def test_an_heir_goes_on_alone_if_it_is_told_to(ends: bool) -> None:
         server.stop()
     heir.serve_alone()
     push_ends()
-    wait_until(lambda: bool(server.has_ended))
+    until(lambda: bool(server.has_ended))
     assert heir.serves and not heir.is_heir
     push_ends()
     heir.stop()
@@ -143,7 +144,7 @@ def test_a_worker_receives_at_once_what_servers_send_it_about_backups() -> None:
         assert client.wait(client.send("initialise", parts, w.data_ptr()), 30.0)
         return unread() == 0
 
-    wait_until(reads)
+    until(reads)
     for each in (server, backup, another):
         each.stop()
 
@@ -153,13 +154,13 @@ def test_a_worker_joins_a_backup_that_knows_it_and_ends_without_leaving() -> Non
     client, other = (_C.ParameterClient(number, 1, 1 << 16) for number in range(2))
     let_in(server, client)
     server.stop()
-    wait_until(lambda: bool(backup.serves))
+    until(lambda: bool(backup.serves))
     let_in(backup, client)  # its server had no time to say that it was let in
     with pytest.raises(InvalidArgument, match="there is a worker 0 already"):
         let_in(backup, other)
     assert list(backup.workers()) == [0]
     client.close_news()
-    wait_until(lambda: backup.statistics()["clocks"] == {})
+    until(lambda: backup.statistics()["clocks"] == {})
     backup.stop()
 
 
@@ -203,7 +204,7 @@ def test_a_server_writes_its_last_reply_before_it_leaves_its_workers_to_an_heir(
     stopped.goes_on()
     leaving.join(30)
     assert not leaving.is_alive() and client.wait(call, 0.0)
-    wait_until(lambda: bool(stopped.backup.is_heir))
+    until(lambda: bool(stopped.backup.is_heir))
     stopped.backup.serve_alone()
     assert client.wait(push(), 30.0)
     server.stop()
@@ -293,7 +294,7 @@ def test_a_new_backup_has_every_push_that_came_while_it_was_made(rows: int) -> N
     for _ in range(20):
         push()
     server.stop()
-    wait_until(lambda: bool(backup.serves))
+    until(lambda: bool(backup.serves))
     for which, table in enumerate(tables):
         for first in range(0, rows, 500):
             ids, out = torch.arange(first, first + 500), torch.zeros(500, width)
@@ -349,7 +350,7 @@ def test_a_backup_takes_nothing_from_a_worker_that_has_not_turned_to_it() -> Non
     for kind in ("initialise", "push", "push"):
         assert client.wait(client.send(kind, parts, w.data_ptr()), 30.0)
     servers[0].stop()
-    wait_until(lambda: bool(servers[1].serves))
+    until(lambda: bool(servers[1].serves))
     time.sleep(0.1)
     assert servers[1].statistics()["requests"] == 3, "it took the lane while the worker may still empty it"
     assert client.wait(client.send("push", parts, w.data_ptr()), 30.0)
@@ -368,7 +369,7 @@ def test_a_worker_that_was_asleep_finds_the_last_of_many_that_served() -> None:
     parts, w = _C.ParameterParts([(0, block, 0, 64, offset)]), torch.ones(16)
     assert clients[0].wait(clients[0].send("initialise", parts, w.data_ptr()), 30.0)
     asked = clients[1].send("push", parts, w.data_ptr())  # of which it never hears from this server
-    wait_until(lambda: bool(server.statistics()["updates"] == 1))
+    until(lambda: bool(server.statistics()["updates"] == 1))
     for i in range(5):
         backup = _C.ParameterServer(1 << 20, print)
         make_backup(server, backup)

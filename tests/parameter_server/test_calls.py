@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from distributed.harness import Rank, run
+from distributed.harness import Rank, in_threads, run
+from processes import limited
 from torch._C._distributed_c10d import HashStore
 
 import ringreduce.parameter_server as ps
@@ -610,11 +611,7 @@ def test_threads_get_their_own_answers() -> None:
                 if kv.stats(timeout=10)["worker"] != 0 or None in kv.stats(timeout=10)["servers"].values():
                     wrong.append("no answer")
 
-        threads = [threading.Thread(target=asks) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads([asks] * 4)
         assert not wrong
 
 
@@ -622,16 +619,12 @@ def test_the_door_outlives_a_lack_of_descriptors() -> None:
     with ps.join(**SMALL) as kv:
         kv.init("w", torch.zeros(3))
         address = kv.calls.local.listener.address  # type: ignore[union-attr]
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         clients = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(4)]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), hard))
-        try:
+        with limited(resource.RLIMIT_NOFILE, len(os.listdir("/proc/self/fd"))):
             for client in clients:
                 client.connect(address)
             time.sleep(0.3)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            for client in clients:
-                client.close()
+        for client in clients:
+            client.close()
         kv.init("v", torch.ones(3))
         assert None not in kv.stats()["servers"].values()

@@ -15,6 +15,7 @@ import test_serve
 import torch
 import torch.distributed as dist
 from distributed.harness import Rank, Ranks
+from frameworks.launch import killed
 from processes import deadline, free_ports
 from torch import nn
 
@@ -77,13 +78,10 @@ def follows(me: Rank, way: str, port: int, folder: str, restores: bool) -> Any:
 def servers(way: str, port: int) -> Iterator[None]:
     words = ["--store", f"127.0.0.1:{port}", "--memory", "16M", "--size", str(SERVERS)]
     there = [test_serve.start(*words, "--rank", str(n)) for n in range(SERVERS)] if way == "ringreduce serve" else []
-    try:
+    with killed(there):
         yield
         for each in there:
             assert each.wait(deadline()) == 0
-    finally:
-        for each in there:
-            each.kill()
 
 
 @pytest.mark.slow

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-import resource
 import signal
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from bodies.parameter_server import APART, NEAR, SMALL, join, on_any_hosts, placed
-from distributed.harness import Rank, Ranks, in_threads, run
+from distributed.harness import Rank, Ranks, in_threads, on_ranks, run
+from processes import no_memory
 from torch.utils.checkpoint import checkpoint
 
 import ringreduce.parameter_server as ps
@@ -175,16 +174,13 @@ def test_every_push_of_every_id_counts_once(mode: ps.Mode, hosts: tuple[int, ...
         assert own == [[5.0] * 3, [40.0] * 3, [320.0] * 3, [0.0] * 3]
 
 
-def averages(me: Rank) -> Any:
+@on_ranks(2, returns=[[[7.0, 7.0], [1.0, 1.0], [6.0, 6.0]]] * 2)
+def test_sync_divides_by_the_weights_of_all(me: Rank) -> Any:
     with join(me) as kv:
         table = ps.Embedding(kv, "t", 2, update=ps.assign())
         ids = torch.tensor([5, 6 + me.rank])
         table.push(ids, torch.full((2, 2), 4.0 * (me.rank + 1)), weight=1.0 + 2 * me.rank).wait()
         return table.pull(torch.tensor([5, 6, 7])).tolist()
-
-
-def test_sync_divides_by_the_weights_of_all() -> None:
-    assert run(averages, 2) == [[[7.0, 7.0], [1.0, 1.0], [6.0, 6.0]]] * 2
 
 
 def pulls(me: Rank) -> Any:
@@ -435,25 +431,19 @@ def test_a_server_killed_amid_pushes_is_named(hosts: tuple[int, ...]) -> None:
     assert said.startswith("server 1 (")
 
 
-def runs_out_of_memory(me: Rank) -> tuple[float, float]:
+@on_ranks(1, returns=[(0.0, 0.0)])
+def test_a_push_without_memory_for_its_rows_changes_nothing(me: Rank) -> tuple[float, float]:
     """Of rows that are there and of new ones: what they have after a push for which there was no memory."""
     with ps.join(me.store, rank=0, size=1, memory=1 << 30, window=8 << 20) as kv:
         table = ps.Embedding(kv, "t", 64, update=ps.reduce("sum"), initial=(0, 0), mode=ps.asynchronous())
         ids, ones = torch.arange(8000), torch.ones(8000, 64)
         table.push(ids[:100], ones[:100]).wait()
 
-        now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (now + (24 << 20), resource.RLIM_INFINITY))
         first = 0
-        with pytest.raises(UpdateFailed, match="no memory left for the rows"):
+        with no_memory(24 << 20), pytest.raises(UpdateFailed, match="no memory left for the rows"):
             for first in range(100, 1_000_000, 7900):
                 ids[100:] = torch.arange(first, first + 7900)
                 table.push(ids, ones).wait()
-        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         there = table.pull(ids)
         pushes = 1 + (first - 100) // 7900
         return (there[:100] - pushes).abs().max().item(), there[100:].abs().max().item()
-
-
-def test_a_push_without_memory_for_its_rows_changes_nothing() -> None:
-    assert run(runs_out_of_memory, 1) == [(0.0, 0.0)]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from bodies.parameter_server import APART, join, placed
-from distributed.harness import Rank, run
+from distributed.harness import Rank, on_ranks, run
 
 import ringreduce.parameter_server as ps
 from ringreduce import _C
@@ -122,7 +122,8 @@ def test_an_infinity_does_not_come_back(wire: str) -> None:
     assert run(placed, 2, APART, pushes_infinity, wire)[0] == [1, 1]
 
 
-def gives_up(me: Rank) -> None:
+@on_ranks(2, through=(placed, APART))
+def test_pulls_that_are_given_up_harm_nothing(me: Rank) -> None:
     """Pulls whose time is over, while packed values are under way."""
     with join(me) as kv:
         value = torch.full((64 * 1024,), 3.0)
@@ -138,10 +139,6 @@ def gives_up(me: Rank) -> None:
         kv.pull("w", out)
         assert torch.equal(out, value)
         kv.barrier()
-
-
-def test_pulls_that_are_given_up_harm_nothing() -> None:
-    run(placed, 2, APART, gives_up)
 
 
 def test_what_cannot_be_rounded_is_refused() -> None:

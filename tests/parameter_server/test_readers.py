@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bodies.parameter_server import APART, SMALL, join, placed
-from distributed.harness import Rank, Ranks, run
+from distributed.harness import Rank, Ranks, on_ranks, run
 from torch import nn
 
 import ringreduce.parameter_server as ps
@@ -95,16 +95,13 @@ def test_a_reader_hears_that_its_server_has_ended() -> None:
     assert said.startswith("server 0 (")
 
 
-def apart(me: Rank) -> None:
+@on_ranks(2, through=(placed, APART))
+def test_servers_of_other_hosts_are_refused(me: Rank) -> None:
     with join(me) as kv:
         kv.init("weight", torch.zeros(40, 40), update=ps.reduce("sum"))
         with pytest.raises(InvalidArgument, match="is on another host"):
             kv.follow(nn.Linear(40, 40, bias=False))
         kv.barrier()
-
-
-def test_servers_of_other_hosts_are_refused() -> None:
-    run(placed, 2, APART, apart)
 
 
 def test_wrong_arguments_are_named() -> None:

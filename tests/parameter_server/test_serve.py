@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import signal
 import subprocess
 import sys
@@ -14,14 +17,16 @@ import bodies.parameter_server as one_host
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.harness import Rank, Ranks
-from frameworks.launch import Command, environment
-from processes import deadline, free_ports
+from distributed.harness import Rank, Ranks, run
+from frameworks.launch import Command, environment, killed
+from processes import deadline, free_ports, until
+from torch._C._distributed_c10d import HashStore
 
 import ringreduce.parameter_server as ps
 from ringreduce import cli
-from ringreduce.errors import CollectiveTimeout, ServerLost
+from ringreduce.errors import CollectiveTimeout, ServerLost, SystemFailure
 from ringreduce.parameter_server.server import snapshots
+from ringreduce.parameter_server.snapshot_files import INDEX, file_of
 
 
 def halve(value: torch.Tensor, push: torch.Tensor, state: dict[str, Any], info: ps.Info) -> None:
@@ -76,7 +81,7 @@ def test_servers_of_their_own(first: str, launcher: str) -> None:
         return [start(*words, launcher=torchrun)]
 
     started = servers() if first == "servers" else []
-    try:
+    with killed(started):
         with Ranks(trains, 2, port) as ranks:
             if first == "workers":
                 time.sleep(0.5)
@@ -84,9 +89,6 @@ def test_servers_of_their_own(first: str, launcher: str) -> None:
             values = ranks.results()
         for server in started:
             assert server.wait(deadline()) == 0
-    finally:
-        for server in started:
-            server.kill()
     parameter = torch.nn.Parameter(torch.linspace(-1, 1, one_host.COUNT))
     optimizer = torch.optim.AdamW([parameter], lr=0.01, foreach=False)
     for step in range(one_host.STEPS):
@@ -111,14 +113,10 @@ def survives(me: Rank, port: int) -> str:
 def test_a_killed_server_is_named() -> None:
     (port,) = free_ports(1)
     server = start("--store", f"127.0.0.1:{port}", "--memory", "16M", "--forever")
-    try:
-        with Ranks(survives, 1, port) as ranks:
-            ranks.reports()
-            server.send_signal(signal.SIGKILL)
-            (said,) = ranks.results()
-    finally:
-        server.kill()
-        server.wait()
+    with killed([server]), Ranks(survives, 1, port) as ranks:
+        ranks.reports()
+        server.send_signal(signal.SIGKILL)
+        (said,) = ranks.results()
     assert said.startswith("server 0 (") and f"pid {server.pid}" in said
 
 
@@ -145,21 +143,13 @@ def test_servers_write_snapshots_by_time_and_at_their_end(tmp_path: Path) -> Non
     (port,) = free_ports(1)
     words = ["--store", f"127.0.0.1:{port}", "--memory", "32M", "--size", "2", "--snapshots", str(tmp_path)]
     servers = [start(*words, "--every", "0.001", "--keep", "1", "--rank", str(rank)) for rank in (0, 1)]
-    try:
-        with Ranks(pushes, 1, port, 40) as ranks:
-            ranks.reports()
-            end = time.monotonic() + deadline()
-            while not any(int(path.name[-6:]) > 1 for path in tmp_path.glob("*-" + 6 * "[0-9]")):  # by time
-                assert time.monotonic() < end
-                time.sleep(0.01)
-            for server in servers:
-                server.send_signal(signal.SIGTERM)
-            assert [server.wait(deadline()) for server in servers] == [0, 0]
-            ranks.results()
-    finally:
+    with killed(servers), Ranks(pushes, 1, port, 40) as ranks:
+        ranks.reports()
+        until(lambda: any(int(path.name[-6:]) > 1 for path in tmp_path.glob("*-" + 6 * "[0-9]")))  # by time
         for server in servers:
-            server.kill()
-            server.wait()
+            server.send_signal(signal.SIGTERM)
+        assert [server.wait(deadline()) for server in servers] == [0, 0]
+        ranks.results()
     whole = sorted(path for path in tmp_path.iterdir() if ".partial-" not in path.name)
     assert len(whole) == 1  # the last one
     with ps.join(memory=32 << 20, window=16 << 20) as kv:
@@ -181,14 +171,10 @@ def test_servers_write_a_snapshot_when_all_workers_have_left(tmp_path: Path) -> 
     (port,) = free_ports(1)
     words = ["--store", f"127.0.0.1:{port}", "--memory", "32M", "--size", "2", "--snapshots", str(tmp_path)]
     servers = [start(*words, "--rank", str(rank)) for rank in (0, 1)]
-    try:
+    with killed(servers):
         with Ranks(comes_and_goes, 1, port) as ranks:
             ranks.results()
         assert [server.wait(deadline()) for server in servers] == [0, 0]
-    finally:
-        for server in servers:
-            server.kill()
-            server.wait()
     (path,) = tmp_path.iterdir()
     with ps.join(memory=32 << 20, window=16 << 20) as kv:
         assert kv.restore(path) == ["w"]
@@ -198,21 +184,14 @@ def test_a_server_outlives_the_one_with_the_store(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     words = ["--store", f"127.0.0.1:{port}", "--memory", "32M", "--size", "2", "--snapshots", str(tmp_path)]
     servers = [start(*words, "--every", "0.1", "--forever", "--rank", str(rank)) for rank in (0, 1)]
-    try:
-        end = time.monotonic() + deadline()
-        while not any(tmp_path.glob("*-00000[0-9]")):
-            assert time.monotonic() < end
-            time.sleep(0.01)
+    with killed(servers):
+        until(lambda: any(tmp_path.glob("*-00000[0-9]")))
         servers[0].kill()
         servers[0].wait()
         with pytest.raises(subprocess.TimeoutExpired):
             servers[1].wait(1.0)
         servers[1].send_signal(signal.SIGTERM)
         assert servers[1].wait(deadline()) == 1
-    finally:
-        for server in servers:
-            server.kill()
-            server.wait()
 
 
 KEYS, COUNT = ["a", "b", "c"], 1000  # a key for each of three servers
@@ -254,12 +233,10 @@ def test_snapshots_with_backups(tmp_path: Path, ended: tuple[int, ...], how: sig
         return max((int(path.name[-6:]) for path in tmp_path.glob("*-*[0-9]")), default=0)
 
     def wait_for_another() -> None:
-        end, before = time.monotonic() + deadline(), latest()
-        while latest() <= before + 1:  # one that was begun from now on
-            assert time.monotonic() < end, "no snapshot becomes whole any more"
-            time.sleep(0.01)
+        before = latest()
+        until(lambda: latest() > before + 1, "a snapshot that was begun from now on")
 
-    try:
+    with killed(servers):
         with Ranks(pushes_until_done, 1, store.port) as ranks:
             ranks.reports()
             wait_for_another()
@@ -271,10 +248,6 @@ def test_snapshots_with_backups(tmp_path: Path, ended: tuple[int, ...], how: sig
             store.set("done", "")
             (pushed,) = ranks.results()
         assert all(servers[rank].wait(deadline()) == 0 for rank in range(3) if rank not in ended)
-    finally:
-        for server in servers:
-            server.kill()
-            server.wait()
     with ps.join(memory=32 << 20, window=16 << 20) as kv:
         assert kv.restore(max(tmp_path.glob("*-*[0-9]"))) == KEYS
         w = torch.empty(len(KEYS), COUNT)
@@ -304,11 +277,75 @@ def test_the_last_snapshot_comes_after_a_worker_s(tmp_path: Path, monkeypatch: p
         assert last == 4 and serving.take_snapshots(tmp_path, last=last) == 3 and not path.exists()
         go_on.set()
         saving.wait()
-        end = time.monotonic() + deadline()
-        while serving.take_snapshots(tmp_path, last=last) < last:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        until(lambda: serving.take_snapshots(tmp_path, last=last) == last)
         assert path.exists() and len(list(tmp_path.iterdir())) == 2  # of the others none
+
+
+def full(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def has_a_full_disk(me: Rank, folder: str, last: int) -> tuple[str, list[str]]:
+    """Of two servers, server 1 cannot write its part. The part of server `last` ends after the other."""
+    with pytest.MonkeyPatch.context() as patch, ps.serve(me.store, rank=me.rank, size=2, memory=1 << 20) as serving:
+        if me.rank == 1:
+            patch.setattr(snapshots.Writer, "finish", full)
+        if me.rank == 0:
+            serving.ask_for_snapshot()
+        me.meet("asked")
+        if me.rank == last:
+            me.meet("the first part has ended")
+        said = ""
+        try:
+            until(lambda: serving.take_snapshots(folder) == 1)
+        except SystemFailure as error:
+            said = str(error)
+        if me.rank != last:
+            me.meet("the first part has ended")
+        me.meet("all parts have ended")
+        assert serving.may_ask()
+        return said.rpartition(": ")[2], os.listdir(folder)
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_nothing_is_left_of_a_snapshot_that_one_of_two_servers_could_not_write(last: int, tmp_path: Path) -> None:
+    assert run(has_a_full_disk, 2, str(tmp_path), last) == [("", []), ("[Errno 28] No space left on device", [])]
+
+
+def inherits_after_a_failed_snapshot(me: Rank, folder: str) -> tuple[int, list[str]]:
+    """Server 1 cannot write its part, and ends when all parts have ended. Its backup does not try again."""
+    options: dict[str, Any] = {"rank": me.rank, "size": 2, "backups": 1, "memory": 1 << 20}
+    with pytest.MonkeyPatch.context() as patch, ps.serve(me.store, **options) as serving:
+        until(lambda: all(shard.server.has_backup for shard in serving._local.serving().values()))
+        if me.rank == 1:
+            patch.setattr(snapshots.Writer, "finish", full)
+        else:
+            serving.ask_for_snapshot()
+        me.meet("asked")
+        with contextlib.suppress(SystemFailure):
+            until(lambda: serving.take_snapshots(folder) == 1)
+        until(serving.may_ask)
+        me.meet("all parts have ended")
+        if me.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        until(lambda: len(serving._local.serving()) == 2)
+        return serving.take_snapshots(folder), os.listdir(folder)
+
+
+def test_a_snapshot_that_failed_is_not_begun_again_by_a_backup(tmp_path: Path) -> None:
+    with Ranks(inherits_after_a_failed_snapshot, 2, str(tmp_path)) as ranks:
+        assert ranks.results(but=(1,)) == [(1, [])]
+
+
+def test_a_file_that_a_killed_server_left_is_in_nobody_s_way(tmp_path: Path) -> None:
+    with ps.serve(HashStore(), rank=0, size=1, memory=1 << 20) as serving:
+        number = serving.ask_for_snapshot()
+        unfinished = serving.unfinished(tmp_path, number)
+        unfinished.mkdir()
+        (unfinished / f"{file_of('0-of-1')}.part").touch()
+        until(lambda: serving.take_snapshots(tmp_path) == number)
+        files = {path.name for path in serving.snapshot_path(tmp_path, number).iterdir()}
+        assert files == {INDEX, file_of("0-of-1")} and not unfinished.exists()
 
 
 def waits(me: Rank, port: int) -> None:
@@ -327,7 +364,7 @@ def waits(me: Rank, port: int) -> None:
 def test_status_says_whom_they_wait_for(capsys: pytest.CaptureFixture[str]) -> None:
     (port,) = free_ports(1)
     server = start("--store", f"127.0.0.1:{port}", "--memory", "16M")
-    try:
+    with killed([server]):
         with Ranks(waits, 2, port) as ranks:
             numbers = ranks.reports()
             assert cli.main(["serve", "--status", "--store", f"127.0.0.1:{port}"]) == 0
@@ -339,9 +376,6 @@ def test_status_says_whom_they_wait_for(capsys: pytest.CaptureFixture[str]) -> N
             dist.TCPStore("127.0.0.1", port, is_master=False).set("looked", "yes")
             ranks.results()
         assert server.wait(deadline()) == 0
-    finally:
-        server.kill()
-        server.wait()
 
 
 def test_a_server_in_this_process() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from frameworks.launch import killed
 from processes import deadline, free_ports
 from test_serve import start
 
@@ -63,14 +64,12 @@ def stranger() -> str:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
 
 
-def test_a_port_that_speaks_something_else_is_waited_for_no_longer_than_the_timeout(stranger: str) -> None:
-    server = start("--store", stranger, "--existing-store", "--timeout", "1", stderr=subprocess.PIPE)
-    try:
-        said = server.communicate(timeout=deadline())[1].decode()
-    finally:
-        server.kill()
-    assert server.returncode == 2
-    assert f"--store {stranger} does not speak as a torch.distributed.TCPStore does (no answer in 1 s)" in said
+def test_a_port_that_speaks_something_else_is_waited_for_no_longer_than_the_timeout(
+    stranger: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["serve", "--store", stranger, "--existing-store", "--timeout", "1"]) == 2
+    said = f"--store {stranger} does not speak as a torch.distributed.TCPStore does (no answer in 1 s)"
+    assert said in capsys.readouterr().err
 
 
 def test_who_waits_long_says_what_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,12 +86,10 @@ def test_who_waits_long_says_what_for(monkeypatch: pytest.MonkeyPatch, capsys: p
 def test_waiting_for_the_store_can_be_interrupted(listens: bool, stranger: str, tmp_path: Path) -> None:
     address = stranger if listens else f"127.0.0.1:{free_ports(1)[0]}"
     server = start("--store", address, "--rank", "1", "--size", "2", stderr=subprocess.PIPE)
-    try:
+    with killed([server]):
         waits_for_the_store(server.pid)
         server.send_signal(signal.SIGINT)
         said = server.communicate(timeout=deadline())[1].decode()
-    finally:
-        server.kill()
     assert server.returncode == 130 and said.endswith("interrupted\n")
 
 
@@ -111,7 +108,7 @@ def waits_for_the_store(pid: int) -> None:
 def test_servers_of_one_host_listen_at_no_other_address() -> None:
     (port,) = free_ports(1)
     server = start("--store", f"127.0.0.1:{port}", "--forever", stdout=subprocess.PIPE)
-    try:
+    with killed([server]):
         assert server.stdout is not None
         while "server listens at" not in server.stdout.readline().decode():
             assert server.poll() is None
@@ -122,8 +119,5 @@ def test_servers_of_one_host_listen_at_no_other_address() -> None:
             for line in Path("/proc/net", name).read_text().splitlines()[1:]
             if line.split()[3] == "0A" and f"socket:[{line.split()[9]}]" in inodes
         ]
-    finally:
-        server.kill()
-        server.wait()
     assert len(at) >= 2  # the store and the server
     assert {address.partition(":")[0] for address in at} <= {"0100007F", "00000000000000000000000001000000"}

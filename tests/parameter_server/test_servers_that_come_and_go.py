@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from bodies.parameter_server import COUNT, alone, gradient
 from distributed.harness import Rank, Ranks, run
-from processes import deadline, free_ports
+from frameworks.launch import killed
+from processes import deadline, free_ports, until
 from test_serve import start
 from torch._C._distributed_c10d import HashStore
 
@@ -28,10 +29,7 @@ SIZES = {"memory": 32 << 20, "window": 1 << 20, "block_bytes": 4096}
 
 
 def wait_for(me: Rank, key: str) -> None:
-    until = time.monotonic() + deadline()
-    while not me.store.check([key]):
-        assert time.monotonic() < until, key
-        time.sleep(0.005)
+    until(lambda: me.store.check([key]), key)
 
 
 def serves(me: Rank, founders: int) -> list[int]:
@@ -208,7 +206,7 @@ def test_the_command_joins_and_gives_away_what_it_has_at_sigterm() -> None:
     (port,) = free_ports(1)
     words = ["--store", f"127.0.0.1:{port}", "--timeout", "60"]
     processes = [start(*words, "--servers", "2", "--memory", "32M"), start(*words, "--join")]
-    try:
+    with killed(processes):
         store, until = dist.TCPStore("127.0.0.1", port, is_master=False), time.monotonic() + deadline()
         with ps.join(store, role="worker", timeout=60.0) as kv:
             kv.init("w", out := torch.zeros(COUNT), update=ps.reduce("sum"), mode=ps.asynchronous())
@@ -225,10 +223,6 @@ def test_the_command_joins_and_gives_away_what_it_has_at_sigterm() -> None:
             assert processes[1].wait(deadline()) == 0
             assert homes() == 1 and out.unique().tolist() == [pushed + 1]
         assert processes[0].wait(deadline()) == 0
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 class Ending:

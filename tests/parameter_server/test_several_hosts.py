@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from bodies.parameter_server import APART, SMALL, alone, join, placed, train
-from distributed.harness import Rank, Ranks, run
+from distributed.harness import Rank, Ranks, on_ranks, run
 
 import ringreduce.parameter_server as ps
 from ringreduce.errors import CollectiveTimeout, SystemFailure, TopologyError
@@ -31,17 +31,15 @@ def test_the_bits_are_those_of_one_process(hosts: tuple[int, ...], kind: Any, ar
             assert value.tobytes() == expected.tobytes(), f"step {step}"
 
 
-def knows_its_servers(me: Rank) -> list[bool]:
+@on_ranks(2, returns=[[True, False], [False, True]], through=(placed, (0, 0)))
+def test_tcp_takes_each_process_for_a_host_whatever_its_host_is_called(me: Rank) -> list[bool]:
     os.environ["RINGREDUCE_TRANSPORT"] = "tcp"
     with join(me) as kv:
         return [kv.calls.client.is_near(server) for server in range(2)]
 
 
-def test_tcp_takes_each_process_for_a_host_whatever_its_host_is_called() -> None:
-    assert run(placed, 2, (0, 0), knows_its_servers) == [[True, False], [False, True]]
-
-
-def pulls_in_vain(me: Rank) -> list[float]:
+@on_ranks(2, returns=[[2.0, 2.0]] * 2, through=(placed, APART))
+def test_a_pull_that_was_given_up_writes_nothing(me: Rank) -> list[float]:
     """A pull whose time is over writes nothing any more."""
     with join(me) as kv:
         w, out = torch.zeros(5000), torch.full((5000,), -1.0)
@@ -61,10 +59,6 @@ def pulls_in_vain(me: Rank) -> list[float]:
             kv.barrier()
             kv.pull("w", out)
         return [float(out.min()), float(out.max())]
-
-
-def test_a_pull_that_was_given_up_writes_nothing() -> None:
-    assert run(placed, 2, APART, pulls_in_vain) == [[2.0, 2.0]] * 2
 
 
 def comes_from_elsewhere(me: Rank, listen: bool) -> str:

@@ -12,7 +12,7 @@ import pytest
 import test_backups as backed_up
 import torch
 from bodies.parameter_server import COUNT, STEPS, gradient
-from distributed.harness import Rank, Ranks, run
+from distributed.harness import Rank, Ranks, on_ranks, run
 
 import ringreduce.parameter_server as ps
 from ringreduce.errors import InvalidArgument
@@ -163,7 +163,8 @@ def test_a_table_takes_another_learning_rate(mode: ps.Mode) -> None:
             table.update_arguments(momentum=0.9)
 
 
-def waits_for_ever(me: Rank) -> tuple[list[str], float]:
+@on_ranks(2, returns=[([], 1.5)] * 2)
+def test_an_infinite_grace_waits_for_all(me: Rank) -> tuple[list[str], float]:
     with one_host.join(me) as kv:
         w = torch.zeros(3)
         kv.init("w", w, mode=ps.sync(quorum=1, grace=math.inf))
@@ -171,7 +172,3 @@ def waits_for_ever(me: Rank) -> tuple[list[str], float]:
         if me.rank == 1:
             time.sleep(0.3)
         return kv.push_pull("w", torch.full((3,), 1.0 + me.rank), out=w).wait(), w[0].item()
-
-
-def test_an_infinite_grace_waits_for_all() -> None:
-    assert run(waits_for_ever, 2) == [([], 1.5)] * 2

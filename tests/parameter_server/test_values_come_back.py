@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed.harness import Rank, run
+from distributed.harness import Rank, on_ranks
 
 import ringreduce.parameter_server as ps
 from ringreduce.errors import InvalidArgument
@@ -61,7 +61,8 @@ def test_new_values_may_go_to_what_is_pushed(how: str) -> None:
             assert torch.equal(value_there, value)
 
 
-def in_another_order(me: Rank) -> list[float]:
+@on_ranks(2, returns=[[2.0, 4.0, 6.0]] * 2)
+def test_workers_may_push_in_another_order(me: Rank) -> list[float]:
     with ps.join(me.store, rank=me.rank, size=me.size, **SIZES) as kv:
         keys = ["a", "b"]
         kv.init({key: torch.zeros(COUNT) for key in keys}, update=ps.reduce("sum"))
@@ -75,10 +76,6 @@ def in_another_order(me: Rank) -> list[float]:
             assert all(torch.equal(each, torch.full((COUNT,), 2.0 * (step + 1))) for each in outs.values())
             found.append(float(outs["a"][0]))
         return found
-
-
-def test_workers_may_push_in_another_order() -> None:
-    assert run(in_another_order, 2) == [[2.0, 4.0, 6.0]] * 2
 
 
 def test_an_output_with_other_memory_is_an_error_once() -> None:
@@ -110,7 +107,8 @@ def test_new_values_count_as_a_change_when_they_come() -> None:
             loss.backward()
 
 
-def pushes_twice(me: Rank) -> list[list[float]]:
+@on_ranks(2)
+def test_new_values_are_of_one_round(me: Rank) -> None:
     """Another push to the same key before the first one's values have been waited for."""
     found = []
     with ps.join(me.store, rank=me.rank, size=me.size, **SIZES) as kv:
@@ -123,10 +121,5 @@ def pushes_twice(me: Rank) -> list[list[float]]:
             kv.wait(pending, again)
             found += [first.unique().tolist(), second.unique().tolist()]
         kv.barrier()
-    return found
-
-
-def test_new_values_are_of_one_round() -> None:
-    for found in run(pushes_twice, 2):
-        assert all(len(values) == 1 for values in found), found
-        assert [values for values in found[1::2]] == [[4.0 * (i + 1)] for i in range(8)]
+    assert all(len(values) == 1 for values in found), found
+    assert [values for values in found[1::2]] == [[4.0 * (i + 1)] for i in range(8)]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ringreduce.errors import Aborted, InvalidArgument
+from ringreduce.errors import Aborted, InvalidArgument, SystemFailure
 from ringreduce.parameter_server import control
 from ringreduce.parameter_server.doors import Reached
 from ringreduce.parameter_server.server.replication import Replication
@@ -35,12 +35,12 @@ class Server:
 
     def __init__(self) -> None:
         self.told: list[Any] = []
-        self.on_silence: Callable[[], None]
+        self.on_silence: Callable[[str], None]
 
     def freeze(self) -> int:
         return 0
 
-    def lead_far(self, on_silence: Callable[[], None], name: str) -> None:
+    def lead_far(self, on_silence: Callable[[str], None], name: str) -> None:
         self.on_silence = on_silence
 
     def connect_partner(self, descriptor: int, path: str) -> None:
@@ -60,7 +60,7 @@ class Shard:
     def has_workers(self) -> bool:
         return False
 
-    def follow_far(self, on_silence: Callable[[], None]) -> None:
+    def follow_far(self, on_silence: Callable[[str], None]) -> None:
         self.server.on_silence = on_silence
 
 
@@ -133,11 +133,25 @@ def test_a_backup_that_may_count_is_not_abandoned_when_its_server_is_closed(view
     assert shard.server.told == []
 
 
+def test_a_backup_that_cannot_be_connected_is_abandoned(views: Unanswered) -> None:
+    replication, shard = Replication(0, views, reach), Shard()
+    replication.begin(0, shard)  # type: ignore[arg-type]
+
+    def refuse(descriptor: int, path: str) -> None:
+        os.close(descriptor)
+        raise SystemFailure("no thread can be started")
+
+    shard.server.connect_partner = refuse  # type: ignore[method-assign]
+    with pytest.raises(SystemFailure):
+        replication.lead(0, shard, {"number": 1}, 1.0)  # type: ignore[arg-type]
+    assert shard.server.told == ["abandon_backup"] and replication.is_settled(shard)  # type: ignore[arg-type]
+
+
 def test_a_server_that_is_replaced_while_it_leaves_does_not_ask_to_go_on(views: Unanswered, of_a: Any) -> None:
     replication, shard = of_a
     after = views.change(0, PAIR, PAIR.alone(B))
     assert not replication.hand_over(0, shard)
-    shard.server.on_silence()
+    shard.server.on_silence("gone")
     told(shard, "unfreeze", False)
     assert views.of(0) == after and not replication.is_settled(shard)
 
@@ -149,7 +163,7 @@ def test_an_heir_that_is_replaced_does_not_ask_to_go_on(views: Unanswered, of_a:
     replication.serve_alone(0, shard)  # type: ignore[arg-type]
     with pytest.raises(ConnectionError):
         replication.lead(0, shard, {"number": 2}, 1.0)  # type: ignore[arg-type]
-    shard.server.on_silence()
+    shard.server.on_silence("gone")
     told(shard, False)
     assert views.of(0) == after
 
@@ -168,7 +182,7 @@ def test_an_heir_with_a_backup_does_not_lose_it_to_the_silence_of_its_server(vie
     leads = threading.Thread(target=replication.lead, args=(0, shard, {"number": 2}, 1.0))
     leads.start()
     assert asks.wait(30)
-    of_its_server()  # which is decided when the store has answered
+    of_its_server("gone")  # which is decided when the store has answered
     may_answer.set()
     leads.join()
     time.sleep(0.1)
@@ -187,7 +201,7 @@ def test_a_backup_takes_no_place_of_one_that_knows_a_later_view(views: Unanswere
 
 def test_every_backup_has_a_number_of_its_own(views: Unanswered, of_a: Any) -> None:
     replication, shard = of_a
-    shard.server.on_silence()
+    shard.server.on_silence("gone")
     told(shard, True)
     numbers = []
 

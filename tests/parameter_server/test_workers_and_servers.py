@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from bodies.parameter_server import APART, NEAR, SMALL, alone, join, on_any_hosts, placed, train
-from distributed.harness import Rank, Ranks, run
+from distributed.harness import Rank, Ranks, on_ranks, run
 from processes import Logged
 
 import ringreduce.parameter_server as ps
@@ -120,7 +120,8 @@ def test_who_comes_after_a_quorum_is_told_and_goes_on_in_the_present_round() -> 
     assert len({value for _, _, value in results}) == 1 and results[0][2] >= 4
 
 
-def with_a_guest(me: Rank) -> list[str]:
+@on_ranks(3, returns=[[]] * 3)
+def test_a_push_of_another_group_is_combined_and_ends_no_round_for_a_member(me: Rank) -> list[str]:
     """Ranks 0 and 1 are the members; rank 2 is of another group."""
     if me.rank == 2:
         me.meet("made")
@@ -147,10 +148,6 @@ def with_a_guest(me: Rank) -> list[str]:
         kv.pull("w", w)
         assert w[0] == 102
         return late
-
-
-def test_a_push_of_another_group_is_combined_and_ends_no_round_for_a_member() -> None:
-    assert run(with_a_guest, 3) == [[]] * 3
 
 
 def with_late_worker(me: Rank) -> list[float]:
@@ -277,7 +274,8 @@ def test_founders_that_differ_are_both_told_and_meet_when_they_try_again() -> No
         assert value == 1
 
 
-def comes_twice(me: Rank) -> None:
+@on_ranks(3)
+def test_founders_meet_when_one_of_them_has_been_started_again(me: Rank) -> None:
     """Ranks 0 and 1 wait for rank 2, which comes as rank 1, as one does that was killed and started again."""
     if me.rank < 2:
         with pytest.raises(PeerLost, match="a second process has come as rank 1"):
@@ -286,10 +284,6 @@ def comes_twice(me: Rank) -> None:
         me.store.wait([f"ringreduce/parameter server/default/attempt 0/rank {rank}" for rank in range(2)])
     with ps.join(me.store, rank=2 * me.rank % 3, size=3, **SMALL) as kv:
         kv.barrier()
-
-
-def test_founders_meet_when_one_of_them_has_been_started_again() -> None:
-    run(comes_twice, 3)
 
 
 # ---- kill -9 ---------------------------------------------------------------------------------------------------------
@@ -368,7 +362,8 @@ def test_a_killed_server_is_named_within_a_second_and_the_process_lives(hosts: t
         time.sleep(0.2)
         killed = ranks.signal(1, signal.SIGKILL)
         ((said, ended),) = ranks.results(but=(1,))
-    assert said.startswith("server 1 (") and "has ended" in said
+    how = "has ended" if hosts == NEAR else "is lost to this worker: it closed the connection"
+    assert said.startswith("server 1 (") and how in said
     assert ended - killed < 1.0
 
 
@@ -440,16 +435,13 @@ def test_weights_and_dictionaries() -> None:
         assert [s["updates"] for s in stats["servers"].values()] == [3]
 
 
-def averages(me: Rank) -> float:
+@on_ranks(2, returns=[0.75, 0.75])
+def test_sync_averages_by_weight(me: Rank) -> float:
     with join(me) as kv:
         w = torch.zeros(10)
         kv.init("w", w)
         kv.push_pull("w", torch.full((10,), float(me.rank)), out=w, weight=1.0 + 2 * me.rank).wait()
         return float(w[0])
-
-
-def test_sync_averages_by_weight() -> None:
-    assert run(averages, 2) == [0.75, 0.75]
 
 
 # ---- ends without death ----------------------------------------------------------------------------------------------
@@ -476,7 +468,7 @@ def closes(me: Rank) -> str:
     return said
 
 
-@pytest.mark.parametrize(("hosts", "ended"), [(NEAR, "has ended"), (APART, "has ended: it has left")])
+@pytest.mark.parametrize(("hosts", "ended"), [(NEAR, "has ended"), (APART, "is lost to this worker: it has left")])
 def test_a_worker_that_ends_by_an_error_ends_its_server_for_the_others_too(hosts: tuple[int, ...], ended: str) -> None:
     said, _ = run(placed, 2, hosts, closes)
     assert said.startswith("server 1 (") and ended in said

@@ -17,35 +17,42 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from processes import forking_context
 
-from shortage import elastic, loader, parameter_server, sweeps
+from shortage import commands, elastic, groups, loader, parameter_server
 from shortage.requests import ANY, place_name, places
-from shortage.sweeps import LATE, NOTICED
+from shortage.sweeps import LATE, NOTICED, Sweep, build, swept
 
 
-def all_sweeps() -> Iterator[list[Any]]:
+def all_sweeps() -> Iterator[list[Sweep]]:
     """In lists of those that run in the same processes."""
+    yield from commands.all_sweeps()
     yield from loader.all_sweeps()
     yield from elastic.all_sweeps()
     yield from parameter_server.all_sweeps()
-    yield from sweeps.by_places()
-    yield from sweeps.by_places(ANY, LATE)
-    yield from sweeps.by_places("wait", LATE)
-    yield from sweeps.one_by_one()
+    yield from groups.by_places()
+    yield from groups.by_places(ANY, LATE)
+    yield from groups.by_places("wait", LATE)
+    yield from groups.one_by_one()
 
 
 NOT_REACHED = {
-    r"cuda|CUDA|nccl|Nccl|[gG]pu|Interpret|Party|Lookout|Trial|Lent|Stream(Device|Guard)|PeerEngine": "GPUs",
-    r"pybind11::|[bB]ind|PyInit|c10::|c10d::|thunk|process_wide|call_once": "bindings, what torch has or is made once",
-    r"Exchange|PointToPoint|C10d": "transport='gloo'",
+    r"cuda|CUDA|nccl|Nccl|[gG]pu|Interpret|Party|Lookout|Trial|Lent|Stream(Device|Guard)|PeerEngine": "GPUs, of which "
+    "sweeps have none",
+    r"pybind11::|[bB]ind|PyInit|c10::|c10d::|thunk|process_wide|call_once": "bindings, what torch has, and what is "
+    "made once, in the first run of a process, where nothing fails",
+    r"Exchange|PointToPoint|C10d": "transport='gloo', where most requests are Gloo's",
+    r"torch_ops|CallLog|Dumper|profil|counters|observe|Timetable|getFuture|heading": "compiled graphs, profiles, "
+    "counters: no sweep asks for them; flight records that have calls: the one that is asked for has none",
     r"Shard|Server|Client|Block|Table|Dense|Replica|Leader|Follower|Near|Far|Wire|Session|Window|Snapshot|Archive|Partner|"
-    r"Rule|Record|Row|Worker|Journal|Unconfirmed|Image|State|Message": "the parameter server",
-    r"": "calls, errors and deaths that no sweep has",
+    r"Rule|Record|Row|Worker|Journal|Unconfirmed|Image|State|Message|parameter_server": "the parameter server: modes, "
+    "rules, deaths and statistics that no sweep has",
+    r"basic_string|to_string|onitored|late|describe|look|withdraw|measured": "texts of errors and warnings, which come "
+    "after the one failure of a run",
+    r"": "the rest: arguments, layouts and kinds of calls that no sweep has",
 }
-"""Functions whose calls no sweep has reached, and what they are for."""
+"""Functions whose calls no sweep has reached: what they are for, and why."""
 
 
 def report_places(results: Path) -> None:
@@ -53,10 +60,10 @@ def report_places(results: Path) -> None:
     reached = {place for line in results.read_text().splitlines() for place in json.loads(line)["places"]}
     listed = places()
     print(f"{len(listed)} places, {len(reached & {*listed})} reached; in Python {len(reached - {*listed})}")
-    groups: dict[str, Counter[str]] = {reason: Counter() for reason in NOT_REACHED.values()}
+    by_reason: dict[str, Counter[str]] = {reason: Counter() for reason in NOT_REACHED.values()}
     for name in map(place_name, (place for place in listed if place not in reached)):
-        groups[next(why for pattern, why in NOT_REACHED.items() if re.search(pattern, name))][name] += 1
-    for reason, names in groups.items():
+        by_reason[next(why for pattern, why in NOT_REACHED.items() if re.search(pattern, name))][name] += 1
+    for reason, names in by_reason.items():
         print(f"{names.total()} not reached: {reason}")
         for name, count in sorted(names.items()):
             print(f"   {count:3} {name}")
@@ -81,8 +88,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool, args.results.open("a") as out:
         os.environ.update(TORCH_FR_DUMP_TEMP_FILE=f"{folder}/rank", PYTHONFAULTHANDLER="1")
         forking_context()
-        library = sweeps.build(Path(folder))
-        for found in pool.map(lambda some: sweeps.swept(library, some, args.most, args.noticed), filter(None, chosen)):
+        library = build(Path(folder))
+        for found in pool.map(lambda some: swept(library, some, args.most, args.noticed), filter(None, chosen)):
             for line in found:
                 total, wrong = total + line["failures"], wrong + sum(line["wrong"].values())
                 out.write(json.dumps(line) + "\n")

@@ -7,81 +7,55 @@ with the right state, soon; and when they have left nothing is left of the world
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import os
-import time
-from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from distributed.harness import Rank
 
 from ringreduce import elastic
-from shortage import sweeps
-from shortage.requests import ANY, KINDS
-from shortage.sweeps import TIMEOUT, Run, left_over, said
+from shortage.requests import ANY
+from shortage.sweeps import KINDS_OF_CALLS, RAN_OUT, TIMEOUT, Run, Sweep, Turn
 
 FOUNDERS, SIZE, STEPS = 2, 3, 3
-LONGEST = 4.0
-"""Seconds in which all three are members, one failure or not. The timeout of their calls is longer."""
-STARTS = 4
-RAN_OUT = ("SystemFailure", "MemoryError", "allocate memory", "Expelled")
-"""What the process hears whose request failed. The others may have gone on without it before it can say so."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Sweep(sweeps.Sweep):
+class WorldSweep(Sweep):
     """`scenario`: "one host" or "two hosts"."""
 
     transport: str = "elastic"
     ranks: int = SIZE
+    longest: float = 4.0  # all three are members then; the timeout of their calls is longer
 
-    def run(self, me: Rank, library: Path, number: int, before: Counter[str] | None) -> Run:
+    ran_out = (*RAN_OUT, "Expelled")  # the others may have gone on without it before it can say so
+
+    def live(self, turn: Turn) -> None:
+        me, store = turn.me, dist.PrefixStore(str(turn), turn.me.store)
         os.environ["RINGREDUCE_HOST_ID"] = f"host {me.rank % 2 if self.scenario == 'two hosts' else 0}"
-        return one_run(me, library, self, number, before)
 
-    def judge(self, runs: list[Run], noticed: float = LONGEST) -> Iterator[str]:
-        victim = runs[self.victim]
-        for rank, each in enumerate(runs):
-            if not each.right:
-                yield f"rank {rank} has a wrong state"
-            if each.left:
-                yield f"rank {rank} keeps {each.left}"
-            if each.afterwards:
-                yield f"rank {rank} does not get in: {each.afterwards}"
-            if each.when > max(noticed, LONGEST):
-                yield f"rank {rank} took {each.when:.1f} s: {each.error}"
-        if victim.error and not any(name in victim.error for name in RAN_OUT):
-            yield f"rank {self.victim} is not told what ran out: {victim.error}"
-
-
-def one_run(me: Rank, library: Path, sweep: Sweep, number: int, before: Counter[str] | None) -> Run:
-    found, run = Run(), f"{sweep}/{number}"
-    me.meet(run)
-    began = time.monotonic()
-    with sweep.fails(library, number) if me.rank == sweep.victim else contextlib.nullcontext() as asked:
-        for _ in range(STARTS):
+        def take_part() -> None:
             try:
-                found.right = takes_part(me, dist.PrefixStore(run, me.store))
-                found.afterwards = ""
-                break
-            except Exception as error:
-                found.error, found.afterwards = found.error or said(error), said(error)
+                turn.found.right = takes_part(me, store)
+            finally:
                 if dist.is_initialized():
                     dist.destroy_process_group()
-    found.when = time.monotonic() - began
-    me.meet(f"{run}: over")
-    if asked is not None:
-        found.place = asked.place
-    if before is not None:
-        found.left = left_over(before)
-    return found
+
+        turn.meet("begins")
+        turn.armed("member", lambda: turn.attempt(take_part, again=3))
+        turn.meet("is over")
+
+    def must_be_told(self, runs: list[Run]) -> bool:
+        return bool(runs[self.victim].error)  # else it has gone on, and another may have had to start again
+
+    def wrong(self, runs: list[Run]) -> Iterator[str]:
+        for rank, each in enumerate(runs):
+            if each.afterwards:
+                yield f"rank {rank} does not get in: {each.afterwards}"
 
 
 def takes_part(me: Rank, store: dist.Store) -> bool:
@@ -113,13 +87,12 @@ def takes_part(me: Rank, store: dist.Store) -> bool:
         world.leave()
 
 
-def all_sweeps() -> Iterator[list[Any]]:
+def all_sweeps() -> Iterator[list[Sweep]]:
     for victim in range(SIZE):
         yield by_places(victim)
-    for scenario, kind, victim in itertools.product(("one host", "two hosts"), KINDS, range(SIZE)):
-        if kind not in ("wait", "disk", "process"):
-            yield [Sweep(scenario, kind, "member", victim=victim)]
+    for scenario, kind, victim in itertools.product(("one host", "two hosts"), KINDS_OF_CALLS, range(SIZE)):
+        yield [WorldSweep(scenario, kind, "member", victim=victim)]
 
 
-def by_places(victim: int) -> list[Any]:
-    return [Sweep(scenario, ANY, "member", victim=victim, anew=True) for scenario in ("one host", "two hosts")]
+def by_places(victim: int) -> list[Sweep]:
+    return [WorldSweep(scenario, ANY, "member", victim=victim, anew=True) for scenario in ("one host", "two hosts")]

@@ -6,30 +6,24 @@ again, in the same process; batches are right; and when all Loaders are closed n
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import signal
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import torch
-from bodies.data import servers_of, until
-from distributed.harness import Rank
+from bodies.data import servers_of
+from processes import until
 
 from ringreduce.data import Loader, Order, supervisor
-from shortage import sweeps
-from shortage.requests import ANY, KINDS
-from shortage.sweeps import Run, left_over, said
+from shortage.requests import ANY
+from shortage.sweeps import KINDS_OF_CALLS, Run, Sweep, Turn, are_right
 
+STARTS = {"fork": 3.0, "spawn": 12.0}
+"""Seconds in which a phase ends, one way or the other. Servers that are spawned import torch; the timeout is longer."""
 PHASES = ("start", "get", "replace", "close")
-LONGEST = 3.0
-"""Seconds in which a phase has ended, one way or the other. The Loader's timeout is longer."""
-FIXES = ("ulimit -n", "ulimit -u", "free memory", "ulimit -f", "allocate memory")
 
 
 class Squares:
@@ -38,83 +32,48 @@ class Squares:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sweep(sweeps.Sweep):
-    """`scenario`: how servers begin, "fork" or "spawn"."""
+class LoaderSweep(Sweep):
+    """`scenario`: how servers begin, of STARTS."""
 
     transport: str = "Loader"
     victim: int = 0
     ranks: int = 1
 
-    def run(self, me: Rank, library: Path, number: int, before: Counter[str] | None) -> Run:
-        return one_run(library, self, number, before)
+    ran_out = ("ulimit -n", "ulimit -u", "free memory", "ulimit -f", "allocate memory")
 
-    def judge(self, runs: list[Run], noticed: float = LONGEST) -> Iterator[str]:
-        (found,) = runs
-        if not found.right:
-            yield "wrong batches"
-        if found.error and not any(fix in found.error for fix in FIXES):
-            yield f"the program is not told what ran out: {found.error}"
-        if found.afterwards:
-            yield f"what failed fails again: {found.afterwards}, after {found.error}"
-        if found.left:
-            yield f"it keeps {found.left}"
-        if found.when > max(noticed, LONGEST):
-            yield f"it took {found.when:.1f} s: {found.error}"
+    def live(self, turn: Turn) -> None:
+        order, loaders = Order(64, 4), []
 
+        def start() -> None:
+            loaders.append(Loader(Squares(), order, ahead=2, timeout=20.0, multiprocessing_context=self.scenario))
 
-def attempt(do: Callable[[], None]) -> str:
-    try:
-        do()
-    except Exception as error:
-        return said(error)
-    return ""
+        def get(*steps: int) -> None:
+            for step in steps:
+                wanted = torch.tensor([float(i * i) for i in order.ids(step)])
+                turn.found.right &= are_right([(loaders[0].get(step, 0, 1)[:, 0], wanted)])
 
+        def close() -> None:
+            for loader in loaders:
+                loader.close()
 
-def one_run(library: Path, sweep: Sweep, number: int, before: Counter[str] | None) -> Run:
-    found, order, loader = Run(), Order(64, 4), None
+        actions: list[Callable[[], None]] = [start, lambda: get(0, 1, 5), lambda: get(9, 10), close]
+        for phase, do in zip(PHASES, actions, strict=True):
+            if phase == "replace":
+                os.kill(servers_of(supervisor.started[-1])[0], signal.SIGKILL)
+            turn.armed(phase, functools.partial(turn.attempt, do, again=1))
+        until(lambda: supervisor.reap() or not supervisor.started)
 
-    def start() -> None:
-        nonlocal loader
-        loader = Loader(Squares(), order, ahead=2, timeout=20.0, multiprocessing_context=sweep.scenario)
-
-    def get(*steps: int) -> None:
-        assert loader is not None
-        for step in steps:
-            got = loader.get(step, 0, 1)
-            found.right &= bool((got[:, 0] == torch.tensor([float(i * i) for i in order.ids(step)])).all())
-
-    def close() -> None:
-        if loader is not None:
-            loader.close()
-
-    steps: dict[str, Callable[[], None]] = {
-        "start": start,
-        "get": lambda: get(0, 1, 5),
-        "replace": lambda: get(9, 10),
-        "close": close,
-    }
-    for phase, do in steps.items():
-        armed = sweep.fails(library, number) if phase == sweep.phase else contextlib.nullcontext()
-        if phase == "replace":
-            os.kill(servers_of(supervisor.started[-1])[0], signal.SIGKILL)
-        began = time.monotonic()
-        with armed as asked:
-            failed = attempt(do)
-        if asked is not None:
-            found.place, found.when, found.error = asked.place, time.monotonic() - began, failed
-        found.afterwards += attempt(do) if failed else ""
-    until(lambda: supervisor.reap() or not supervisor.started)
-    if before is not None:
-        found.left = left_over(before)
-    return found
+    def wrong(self, runs: list[Run]) -> Iterator[str]:
+        if runs[0].afterwards:
+            yield f"what failed fails again: {runs[0].afterwards}, after {runs[0].error}"
 
 
-def all_sweeps() -> Iterator[list[Any]]:
-    yield by_places()
-    for kind, phase in itertools.product(KINDS, PHASES):
-        if kind not in ("wait", "disk"):
-            yield [Sweep("fork", kind, phase)]
+def all_sweeps() -> Iterator[list[Sweep]]:
+    for method, longest in STARTS.items():
+        yield by_places(method)
+        for kind, phase in itertools.product((*KINDS_OF_CALLS, "process"), PHASES):
+            yield [LoaderSweep(method, kind, phase, longest=longest)]
 
 
-def by_places() -> list[Any]:
-    return [Sweep("fork", ANY, phase, anew=True) for phase in PHASES]
+def by_places(method: str = "fork") -> list[Sweep]:
+    return [LoaderSweep(method, ANY, phase, anew=True, longest=STARTS[method]) for phase in PHASES]

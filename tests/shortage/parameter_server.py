@@ -12,27 +12,25 @@ is left; and what could not be joined or founded can be, afterwards.
 from __future__ import annotations
 
 import contextlib
-import logging
+import dataclasses
+import functools
+import itertools
 import os
 import shutil
-import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from bodies.parameter_server import APART, NEAR
 from distributed.harness import Rank
-from processes import Logged
 from torch._C._distributed_c10d import HashStore
 
 import ringreduce.parameter_server as ps
-from shortage import sweeps
+from ringreduce.errors import SystemFailure
 from shortage.requests import ANY, place_name
-from shortage.sweeps import KINDS_OF_CALLS, NOTICED, TIMEOUT, Values, left_over, said
+from shortage.sweeps import KINDS_OF_CALLS, RAN_OUT, TIMEOUT, Run, Sweep, Turn, Values, are_right
 
 SERVER, CALLER, WITNESS = 0, 1, 2
 
@@ -42,53 +40,18 @@ SIZES = {"window": 32 << 20, "memory": 160 << 20, "timeout": TIMEOUT}
 
 PLACES = {"one host": NEAR, "tcp": APART}
 
-RAN_OUT = (
-    *("SystemFailure", "MemoryError", "memory ran out", "memory has run out", "no memory", "Cannot allocate memory"),
-    *("start new thread", "start a thread", "Too many open files", "No space left", "No buffer space"),
-)
-"""One of these is in what the process is told whose request has failed."""
-
-
 SERVES_ON = ("Dense::copy", "Table::grow")
 """Functions of a server where a failed request loses a snapshot or a push, not the server (a backup would differ)."""
 
 
-@dataclass(frozen=True)
-class Sweep(sweeps.Sweep):
-    """Of `kind`, in rank `victim`, while `phase`: "found", "join", "call" or "end". `transport` is a place."""
-
-    transport: str = "one host"
-    victim: int = CALLER
-    ranks: int = 3
-
-    def __str__(self) -> str:
-        return f"parameter_server, {super().__str__()}"
-
-    def run(self, me: Rank, library: Path, number: int, before: Counter[str] | None) -> Run:
-        os.environ["RINGREDUCE_HOST_ID"] = f"host {PLACES[self.transport][me.rank]}"
-        os.environ["RINGREDUCE_SOCKET_IFNAME"] = "=lo"
-        return one_run(me, library, self, number, before)
-
-    def judge(self, runs: list[Run], noticed: float = NOTICED) -> Iterator[str]:
-        return judge(self, runs, noticed)
-
-
-@dataclass
-class Run(sweeps.Run):
-    """What one rank met in one run."""
-
-    logged: str = ""
-    least: float = 0.0  # how often the elements of "w" have had the call's push, as the witness sees it
-    most: float = 0.0
-
-
-@dataclass
+@dataclasses.dataclass
 class Party:
     """A rank's part of a parameter server."""
 
     me: Rank
     name: str
     backups: int
+    folder: Path  # for snapshots
     serving: ps.Serving | None = None
     kv: ps.KeyValue | None = None
 
@@ -203,32 +166,53 @@ def uses_rows(pulls: bool) -> Scenario:
     return prepare
 
 
-def folder_of(party: Party) -> Path:
-    return Path(tempfile.gettempdir(), f"snapshot {party.name}".replace("/", " "))
+def is_whole_or_absent(folder: Path, takes: Callable[[], object]) -> Values:
+    """`takes` a snapshot below `folder`. One that cannot be written leaves nothing there."""
+    try:
+        takes()
+    except SystemFailure as error:
+        if left := [*folder.glob("*.partial-*")]:
+            raise RuntimeError(f"{left} is left") from error
+        raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return []
 
 
 def snapshots(party: Party) -> Callable[[], Values]:
     def call() -> Values:
-        shutil.rmtree(party.worker.snapshot(folder_of(party)).wait())
-        return []
+        folder = party.folder
+        return is_whole_or_absent(folder, lambda: party.worker.snapshot(folder / "one").wait())
 
     return call if party.me.rank == CALLER else nothing
+
+
+def serves_a_snapshot(party: Party) -> Callable[[], Values]:
+    """As `ringreduce serve --every` does."""
+
+    def take() -> None:
+        assert party.serving is not None
+        number = party.serving.ask_for_snapshot()
+        while party.serving.take_snapshots(party.folder) < number:
+            time.sleep(0.001)
+
+    return (lambda: is_whole_or_absent(party.folder, take)) if party.me.rank == SERVER else nothing
 
 
 def restores(party: Party) -> Callable[[], Values]:
     """What another parameter server has saved."""
     if party.me.rank != CALLER:
         return nothing
-    path, got = folder_of(party), torch.zeros(SMALL)
+    got = torch.zeros(SMALL)
     with ps.join(HashStore(), rank=0, size=1, memory=SIZES["memory"]) as other:
         other.init("s", torch.full((SMALL,), 3.0))
-        other.snapshot(path).wait()
+        other.snapshot(party.folder).wait()
 
     def call() -> Values:
         try:
-            party.worker.restore(path)
+            party.worker.restore(party.folder)
         finally:
-            shutil.rmtree(path)
+            shutil.rmtree(party.folder)
         party.worker.pull("s", got)
         return [(got, 3.0)]
 
@@ -256,6 +240,7 @@ CALLS: dict[str, Scenario] = {
     "rows pushed": uses_rows(pulls=False),
     "rows pulled": uses_rows(pulls=True),
     "snapshot": snapshots,
+    "periodic snapshot": serves_a_snapshot,
     "restore": restores,
     "push 4 KB beside a snapshot": pushes_beside_a_snapshot,
 }
@@ -290,67 +275,62 @@ BACKED_UP: dict[str, Scenario] = {
 """With two servers, each of which has the other's backup."""
 
 
-def one_run(me: Rank, library: Path, sweep: Sweep, number: int, before: Counter[str] | None) -> Run:
-    """The `number`-th request fails. Without `before`, nothing is said of what is left."""
-    found, logged, run = Run(), Logged(), f"{sweep}/{number}"
-    party = Party(me, run, int(sweep.scenario in BACKED_UP))
-    met: list[Any] = []  # in the victim
+@dataclasses.dataclass(frozen=True)
+class ServerSweep(Sweep):
+    """`phase`: "found", "join", "call" or "end". `transport` is a place."""
 
-    def armed(phase: str, do: Callable[[], Any]) -> Any:
-        """Of what all ranks do at the same time."""
-        me.meet(f"{run}: {phase}")
-        if phase != sweep.phase or me.rank != sweep.victim:
-            if phase == sweep.phase:
-                me.meet(f"{run}: {phase} is armed")
-            return do()
-        with sweep.fails(library, number) as asked:
-            me.meet(f"{run}: {phase} is armed")
-            try:
-                return do()
-            finally:
-                if phase != "found":  # what its other threads are asked
-                    me.meet(f"{run}: {phase} done")
-                met.append(asked)
+    transport: str = "one host"
+    victim: int = CALLER
+    ranks: int = 3
 
-    def attempt(phase: str, do: Callable[[], Any]) -> Any:
-        try:
-            return armed(phase, do)
-        except Exception as error:
-            found.error, found.when = found.error or said(error), time.monotonic()
-        finally:
-            if me.rank != sweep.victim and phase == sweep.phase and phase != "found":
-                me.meet(f"{run}: {phase} done")
+    def __str__(self) -> str:
+        return f"parameter_server, {super().__str__()}"
 
-    for phase, do in (("found", party.found), ("join", party.join)):
-        attempt(phase, do)
-        if found.error and sweep.phase == phase:
-            again(found, do)
-    call = attempt("prepare", lambda: party.prepared({**CALLS, **BACKED_UP}[sweep.scenario])) or nothing
-    values = attempt("call", call) or []
-    found.right = all(bool((got == wanted).all()) for got, wanted in values)
-    me.meet(f"{run}: called")
-    try:
-        look(party, found)
-    except Exception as error:
-        found.afterwards = found.afterwards or said(error)
-    me.meet(f"{run}: used")
-    attempt("end", party.end)
-    found.place = met[0].place if met else ""
-    found.logged = " | ".join(logged.messages)
-    logging.getLogger("ringreduce").removeHandler(logged)
-    party.serving = party.kv = None
-    del call, values
-    if before is not None:
-        found.left = left_over(before)
-    return found
+    def live(self, turn: Turn) -> None:
+        os.environ["RINGREDUCE_HOST_ID"] = f"host {PLACES[self.transport][turn.me.rank]}"
+        os.environ["RINGREDUCE_SOCKET_IFNAME"] = "=lo"
+        folder = turn.library.with_name(f"snapshot {turn}".replace("/", " "))  # removed with the library
+        party = Party(turn.me, str(turn), int(self.scenario in BACKED_UP), folder)
 
+        def phase(name: str, do: Callable[[], Any], again: int = 0) -> Any:
+            turn.meet(name)
+            attempt = functools.partial(turn.attempt, do, again=again)
+            return turn.armed(name, attempt, together=name != "found")
 
-def again(found: Run, do: Callable[[], None]) -> None:
-    """What has failed can be done again, unless the server has ended."""
-    try:
-        do()
-    except Exception as error:
-        found.afterwards = said(error)
+        for name, do in (("found", party.found), ("join", party.join)):
+            phase(name, do, again=int(self.phase == name))
+        call = phase("prepare", lambda: party.prepared({**CALLS, **BACKED_UP}[self.scenario])) or nothing
+        turn.found.right = are_right(phase("call", call) or [])
+        turn.meet("called")
+        turn.afterwards(lambda: look(party, turn.found))
+        turn.meet("used")
+        phase("end", party.end)
+        party.serving = party.kv = None
+
+    def told(self, runs: list[Run]) -> str:
+        return super().told(runs) + (runs[CALLER].error if self.victim == SERVER else "")
+
+    def wrong(self, runs: list[Run]) -> Iterator[str]:
+        victim, caller, witness = runs[self.victim], runs[CALLER], runs[WITNESS]
+        for rank, each in enumerate(runs):
+            who, met = f"rank {rank}", [what for what in (each.error, each.afterwards) if what]
+            if rank != self.victim and any("server 0" not in what for what in met):
+                yield f"{who} is not told who has failed: {met}"
+            if rank != self.victim and self.victim != SERVER and met:
+                yield f"{who} cannot go on though only the worker of rank {self.victim} has failed: {met}"
+            ended = self.victim == SERVER and each.afterwards.startswith(("ServerLost", "PeerLost"))
+            # Over TCP, who has no memory for a connection, or whose socket call fails, has lost the server by that.
+            cut = rank == self.victim and self.transport == "tcp" and any(name in each.afterwards for name in RAN_OUT)
+            if each.afterwards and not ended and not cut:
+                yield f"{who} cannot go on: {each.afterwards}"
+        if self.scenario.startswith("push") and not witness.afterwards and witness.applied:
+            if max(witness.applied) > 1:
+                yield f"a push was applied {witness.applied} times"
+            if min(witness.applied) < 1 and not caller.error:
+                yield "a push that was acknowledged is lost"
+        serves_on = self.kind == "disk" or any(each in place_name(victim.place) for each in SERVES_ON)
+        if self.scenario not in BACKED_UP and serves_on and witness.afterwards:
+            yield f"the server has ended: {witness.afterwards}"
 
 
 def look(party: Party, found: Run) -> None:
@@ -364,59 +344,26 @@ def look(party: Party, found: Run) -> None:
     if party.me.rank == WITNESS and party.kv.calls.is_key("w"):
         w = torch.zeros(party.kv.calls.lookup("w", time.monotonic() + TIMEOUT).spec["shape"])
         party.kv.pull("w", w)
-        found.least, found.most = float(w.min()), float(w.max())
-
-
-def judge(sweep: Sweep, runs: list[Run], noticed: float = NOTICED) -> Iterator[str]:
-    """What is wrong with a run."""
-    victim, caller, witness = runs[sweep.victim], runs[CALLER], runs[WITNESS]
-    for rank, each in enumerate(runs):
-        who, met = f"rank {rank}", [what for what in (each.error, each.afterwards) if what]
-        if not each.error and not each.right:
-            yield f"{who} has wrong values"
-        if each.left:
-            yield f"{who} keeps {each.left}"
-        if any("CollectiveTimeout" in what for what in met):
-            yield f"{who} waited for its timeout: {met}"
-        if rank != sweep.victim and any("server 0" not in what for what in met):
-            yield f"{who} is not told who has failed: {met}"
-        if rank != sweep.victim and sweep.victim != SERVER and met:
-            yield f"{who} cannot go on though only the worker of rank {sweep.victim} has failed: {met}"
-        if each.error and each.when > victim.when + noticed > noticed:
-            yield f"{who} hears of it {each.when - victim.when:.1f} s later: {each.error}"
-        ended = sweep.victim == SERVER and each.afterwards.startswith(("ServerLost", "PeerLost"))
-        # Over TCP, who has no memory for a connection, or whose socket call fails, has lost the server by that.
-        cut = rank == sweep.victim and sweep.transport == "tcp" and any(name in each.afterwards for name in RAN_OUT)
-        if each.afterwards and not ended and not cut:
-            yield f"{who} cannot go on: {each.afterwards}"
-    if sweep.scenario.startswith("push") and not witness.afterwards:
-        if witness.most > 1:
-            yield f"a push was applied {witness.most:g} times"
-        if witness.least < 1 and not caller.error:
-            yield "a push that was acknowledged is lost"
-    place = place_name(victim.place)
-    if sweep.scenario not in BACKED_UP and any(each in place for each in SERVES_ON) and witness.afterwards:
-        yield f"the server has ended: {witness.afterwards}"
-    told = f"{victim.error} {victim.afterwards} {victim.logged}" + (caller.error if sweep.victim == SERVER else "")
-    if any(each.error or each.afterwards for each in runs) and not any(name in told for name in RAN_OUT):
-        yield f"rank {sweep.victim} is not told what ran out: {told}"
+        found.applied = [float(w.min()), float(w.max())]
 
 
 def by_places(victim: int, place: str) -> list[Sweep]:
     phases = [("pull 4 KB", phase) for phase in ("found", "join", "end") if (phase, victim) != ("found", CALLER)]
     calls = [(name, "call") for name in (*CALLS, *BACKED_UP)]
-    return [Sweep(name, ANY, phase, place, victim, anew=True) for name, phase in (*phases, *calls)]
+    return [ServerSweep(name, ANY, phase, place, victim, anew=True) for name, phase in (*phases, *calls)]
 
 
 def all_sweeps() -> Iterator[list[Sweep]]:
     for place in PLACES:
         for victim in (SERVER, CALLER):
             yield by_places(victim, place)
+        for name, victim in itertools.product(("snapshot", "periodic snapshot", "restore"), (SERVER, CALLER)):
+            yield [ServerSweep(name, "disk", "call", place, victim)]
         for kind in KINDS_OF_CALLS:
             for victim in (SERVER, CALLER, WITNESS):
                 for phase in ("found", "join", "end"):
                     if victim != WITNESS and (phase, victim) != ("found", CALLER):
-                        yield [Sweep("pull 4 KB", kind, phase, place, victim)]
+                        yield [ServerSweep("pull 4 KB", kind, phase, place, victim)]
                 for name in (*CALLS, *BACKED_UP):
                     if victim != WITNESS or name in BACKED_UP:  # which has the backup
-                        yield [Sweep(name, kind, "call", place, victim)]
+                        yield [ServerSweep(name, kind, "call", place, victim)]

@@ -13,6 +13,7 @@
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <time.h>
@@ -53,7 +54,8 @@ struct State {
   std::atomic<unsigned> armed;
   std::atomic<std::uint64_t> asked, failing;
   std::atomic<std::uintptr_t> failed_at;
-  std::atomic<std::int64_t> delay;  // nanoseconds that the request takes instead of failing; 0: it fails
+  std::atomic<std::int64_t> delay;        // nanoseconds that the request takes instead of failing; 0: it fails
+  std::atomic<std::int64_t> failed_when;  // nanoseconds of CLOCK_MONOTONIC
   std::atomic<std::uintptr_t> failed_before[1 << 13];  // a hash table of places, for kAnew
   char line[200];                                      // of Python, where a request failed
 };
@@ -94,6 +96,9 @@ bool fails(Kind kind, std::uintptr_t place) {
   } else {
     return false;
   }
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  state->failed_when = now.tv_sec * 1'000'000'000 + now.tv_nsec;
   if (const std::int64_t most = state->delay.load(); most > 0) {
     const timespec pause{most / 1'000'000'000, most % 1'000'000'000};
     nanosleep(&pause, nullptr);
@@ -144,6 +149,19 @@ int fallocate_(int fd, int mode, off_t begin, off_t bytes) {
 ssize_t pwrite_(int fd, const void* from, std::size_t bytes, off_t at) {
   OR_FAIL(disk, ENOSPC, -1);
   return pwrite(fd, from, bytes, at);
+}
+// Of Python, and of libstdc++'s files: to a file, or to memory, which has no name.
+#define OR_FAIL_TO_WRITE(fd)                              \
+  struct stat status;                                     \
+  if (fstat(fd, &status) == 0 && S_ISREG(status.st_mode)) \
+  OR_FAIL(status.st_nlink == 0 ? mapping : disk, status.st_nlink == 0 ? ENOMEM : ENOSPC, -1)
+ssize_t write_(int fd, const void* from, std::size_t bytes) {
+  OR_FAIL_TO_WRITE(fd);
+  return write(fd, from, bytes);
+}
+ssize_t writev_(int fd, const iovec* from, int count) {
+  OR_FAIL_TO_WRITE(fd);
+  return writev(fd, from, count);
 }
 int ftruncate_(int fd, off_t bytes) {
   OR_FAIL(mapping, ENOSPC, -1);
@@ -291,13 +309,18 @@ const struct Replaced {
     {"ringreduce/_C", "poll", address(poll_)},
     {"ringreduce/_C", "epoll_wait", address(epoll_wait_)},
     {"libc10.so", "posix_memalign", address(posix_memalign_)},
+    {"libpython", "write", address(write_)},
+    {"libstdc++", "write", address(write_)},
+    {"libstdc++", "writev", address(writev_)},
 };
 
 // Of an object that is loaded: its relocations of calls, whose addresses it replaces.
 int visit(dl_phdr_info* info, std::size_t, void* count) {
   const std::string_view name = info->dlpi_name;
   const bool ours = name.find("ringreduce/_C") != name.npos;
-  if (!ours && name.find("libc10.so") == name.npos) return 0;
+  if (std::none_of(std::begin(kReplaced), std::end(kReplaced),
+                   [&](const Replaced& each) { return name.find(each.object) != name.npos; }))
+    return 0;
   const ElfW(Dyn)* dynamic = nullptr;
   for (int i = 0; i < info->dlpi_phnum; ++i) {
     const auto& header = info->dlpi_phdr[i];
@@ -356,16 +379,18 @@ void requests_arm(unsigned kinds, std::uint64_t number, std::int64_t nanoseconds
   state->failing = number;
   state->delay = nanoseconds;
   state->failed_at = 0;
+  state->failed_when = 0;
   state->armed.store(kinds, std::memory_order_release);
 }
 
 // How many requests there were. `place`: of the one that failed; an offset, if it was made in ringreduce's module; 0 if
-// none failed. `line`: if it was made in Python.
-std::uint64_t requests_disarm(std::uint64_t* place, const char** line) {
+// none failed. `line`: if it was made in Python. `when`: in nanoseconds of CLOCK_MONOTONIC.
+std::uint64_t requests_disarm(std::uint64_t* place, const char** line, std::int64_t* when) {
   state->armed = 0;
   const std::uintptr_t at = state->failed_at.load();
   *place = at >= module_begin && at < module_end ? at - module_begin : at;
   *line = state->line;
+  *when = state->failed_when;
   return state->asked.load();
 }
 

@@ -5,6 +5,7 @@ that are forked meanwhile count too.
         ringreduce.all_reduce(tensor)
     asked.count  # how many requests of that kind there were
     asked.place  # where the one that failed was made: an offset in the module, or a line of Python; "": none failed
+    asked.when   # and when, by time.monotonic()
 
 ringreduce's own C++ is reached through requests.cpp, which changes the loaded module's table of addresses; Python's
 system calls through its audit events, and through functions that have none.
@@ -59,9 +60,12 @@ _FUNCTIONS: list[tuple[Any, str, str]] = [
     (os, "pidfd_open", "descriptor"),
     (os, "dup", "descriptor"),
     (os, "eventfd", "descriptor"),
+    (os, "pipe", "descriptor"),
     (os, "ftruncate", "mapping"),
     (os, "posix_fallocate", "disk"),
     (os, "fsync", "disk"),
+    (os, "mkdir", "disk"),
+    (os, "link", "disk"),
     (os, "replace", "disk"),
     (os, "rename", "disk"),
     (os, "write", "disk"),
@@ -92,6 +96,7 @@ _ERRORS: dict[str, Callable[[], BaseException]] = {
 class Asked:
     count: int = 0
     place: str = ""
+    when: float = 0.0
 
 
 @functools.cache
@@ -130,10 +135,12 @@ def places() -> list[str]:
 def _library(path: Path) -> ctypes.CDLL:
     """Of requests.cpp, which now stands between ringreduce's module and the system.
 
-    pybind11 is left out: an object that it has begun to make and has no memory to list drops what it does not hold.
+    pybind11 is left out: an object that it has begun to make and has no memory to list drops what it does not hold. So
+    are torch's dictionaries, which end the process where memory runs out.
     """
     library = ctypes.CDLL(str(path))
-    parts = [edge for begin, end, name in functions() if "pybind11::" in name.split("(")[0] for edge in (begin, end)]
+    left_out = [each for each in functions() if re.search("pybind11::|c10::Dict", each[2].split("(")[0])]
+    parts = [edge for begin, end, _ in left_out for edge in (begin, end)]
     library.parts = (ctypes.c_uint64 * len(parts))(*parts)
     if library.requests_install(library.parts, ctypes.c_size_t(len(parts) // 2)) < 20:
         raise RuntimeError(f"{path} found too few calls to stand for: is ringreduce._C loaded?")
@@ -186,17 +193,19 @@ def _asking(function: Callable[..., Any], ask: Callable[[], None]) -> Callable[.
 @contextlib.contextmanager
 def failing(library: Path, kind: str, number: int, seconds: float = 0.0) -> Iterator[Asked]:
     """The `number`-th request of `kind` fails, or takes `seconds` longer; with 0, all are only counted."""
-    found, asked, place, line = _library(library), Asked(), ctypes.c_uint64(), ctypes.c_char_p()
+    found, asked = _library(library), Asked()
+    place, line, when = ctypes.c_uint64(), ctypes.c_char_p(), ctypes.c_int64()
     kinds = sum(1 << bit for bit, name in enumerate(KINDS) if kind in (name, ANY) and (kind, name) != (ANY, "wait"))
     found.requests_arm(kinds, number, int(seconds * 1e9))
     try:
         yield asked
     finally:
-        asked.count = found.requests_disarm(ctypes.byref(place), ctypes.byref(line))
+        asked.count = found.requests_disarm(*map(ctypes.byref, (place, line, when)))
+        asked.when = when.value / 1e9
         asked.place = _place(place.value, (line.value or b"").decode())
 
 
 def _place(number: int, line: str) -> str:
     if number >= _OF_PYTHON:
         return line
-    return hex(number) if 0 < number < 1 << 32 else "libc10" if number else ""
+    return hex(number) if 0 < number < 1 << 32 else "another library" if number else ""

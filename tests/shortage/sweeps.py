@@ -1,257 +1,89 @@
 """Sweeps: the same program again and again, each time with the next request for a resource failing in one rank.
 
-A sweep ends when a run asks less often than that. Each run makes a group in processes that have had many before, and is
-judged: every rank that returns has right values; if one raises, so does each that has not returned, within a second and
-naming the rank; afterwards the group works on all ranks or raises on all; and when it is destroyed no descriptor,
-thread or mapping is left.
+A sweep ends when a run asks less often than that. Each run is in processes that have had many before, and is judged:
+what was given is right; whoever raises does so soon after the request failed, and the victim is told what ran out;
+afterwards no descriptor, thread, mapping or child is left. Each scenario (groups.py and others) has a class that says
+how a run lives, and what else is wrong with it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import gc
-import itertools
+import io
 import json
+import logging
 import os
+import signal
 import subprocess
+import sys
+import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
-import torch.distributed as dist
 from distributed.harness import Rank, run
-from torch.distributed import distributed_c10d
+from processes import Logged
 
-import ringreduce
-from ringreduce.errors import RingReduceError
-from shortage.requests import ANEW, ANY, KINDS, Asked, failing, place_name
+from shortage.requests import ANEW, KINDS, Asked, failing, place_name
 
 NOTICED = 1.0
-"""Seconds in which all ranks must have an error once one has."""
+"""Seconds after the failure in which whoever raises has done so."""
 
 TIMEOUT = 6.0
-"""Of the groups: who waits so long was forgotten."""
+"""Of what is made: who waits so long was forgotten."""
 
 LATE = 0.2
 """Seconds that slow requests take."""
 
+LONG = 3.0
+"""Seconds after which the story of a run tells where its threads are: longer than any run takes that goes well."""
+
+KINDS_OF_CALLS = [kind for kind in KINDS if kind not in ("wait", "process", "disk")]
+
+RAN_OUT = (
+    *("SystemFailure", "MemoryError", "memory ran out", "memory has run out", "no memory", "Cannot allocate memory"),
+    *("allocate memory", "start new thread", "start a thread", "Too many open files", "No space left"),
+    "No buffer space",
+)
+"""One of these is in what the process is told whose request has failed."""
+
+STORIES = 8
+"""Runs of a sweep of which all is kept, if they went wrong."""
+
+log = logging.getLogger("ringreduce.sweeps")
+
 Values = list[tuple[torch.Tensor, torch.Tensor | float]]
 """What a call gave, and what it should have given: all of its elements, if that is a number."""
 
-Scenario = Callable[[Rank], Callable[[], Values]]
-"""Prepares a call on a rank, in its default group, and returns what makes it."""
 
-SMALL, LARGE = 16, 4 << 20  # elements of float32
-
-
-def reduces(elements: int, all_reduce: Callable[[torch.Tensor], Any]) -> Scenario:
-    def prepare(me: Rank) -> Callable[[], Values]:
-        tensor = torch.full((elements,), float(me.rank + 1))
-
-        def call() -> Values:
-            all_reduce(tensor)
-            return [(tensor, me.size * (me.size + 1) / 2)]
-
-        return call
-
-    return prepare
-
-
-def feeds_back(me: Rank) -> Callable[[], Values]:
-    rounded = functools.partial(ringreduce.all_reduce, wire_dtype="int8", feedback=ringreduce.Feedback())
-    return reduces(1 << 17, rounded)(me)
-
-
-def waits_for_it(tensor: torch.Tensor) -> None:
-    work = dist.all_reduce(tensor, async_op=True)
-    assert work is not None
-    work.wait()
-
-
-def coalesces(me: Rank) -> Callable[[], Values]:
-    tensors = [torch.full((n,), 1.0) for n in (3, 100, 5)]
-
-    def call() -> Values:
-        with dist._coalescing_manager():
-            for tensor in tensors:
-                dist.all_reduce(tensor)
-        return [(tensor, float(me.size)) for tensor in tensors]
-
-    return call
-
-
-def gathers(me: Rank) -> Callable[[], Values]:
-    got, own = [torch.zeros(1000) for _ in range(me.size)], torch.full((1000,), float(me.rank))
-
-    def call() -> Values:
-        dist.all_gather(got, own)
-        return [(each, float(rank)) for rank, each in enumerate(got)]
-
-    return call
-
-
-def exchanges(elements: int) -> Scenario:
-    def prepare(me: Rank) -> Callable[[], Values]:
-        got, own = torch.zeros(me.size * elements), torch.full((me.size * elements,), float(me.rank))
-        wanted = torch.arange(me.size, dtype=torch.float32).repeat_interleave(elements)
-
-        def call() -> Values:
-            dist.all_to_all_single(got, own)
-            return [(got, wanted)]
-
-        return call
-
-    return prepare
-
-
-def splits(me: Rank) -> Callable[[], Values]:
-    got = torch.zeros((me.rank + 2) * me.size)
-    sends, receives = [rank + 2 for rank in range(me.size)], [me.rank + 2] * me.size
-    own = torch.full((sum(sends),), float(me.rank))
-    wanted = torch.arange(me.size, dtype=torch.float32).repeat_interleave(me.rank + 2)
-
-    def call() -> Values:
-        dist.all_to_all_single(got, own, receives, sends)
-        return [(got, wanted)]
-
-    return call
-
-
-def scatters(me: Rank) -> Callable[[], Values]:
-    got, own = torch.zeros(1000), [torch.full((1000,), 1.0) for _ in range(me.size)]
-
-    def call() -> Values:
-        dist.reduce_scatter(got, own)
-        return [(got, float(me.size))]
-
-    return call
-
-
-def from_a_root(me: Rank) -> Callable[[], Values]:
-    tensor, summed = torch.full((1000,), float(me.rank)), torch.full((1000,), 1.0)
-
-    def call() -> Values:
-        dist.broadcast(tensor, 1)
-        dist.reduce(summed, 0)
-        root = [(summed, float(me.size))] if me.rank == 0 else []
-        return [(tensor, 1.0), *root]
-
-    return call
-
-
-def sparse(me: Rank) -> Callable[[], Values]:
-    tensor = torch.sparse_coo_tensor(torch.tensor([[me.rank]]), torch.ones(1), (8,), check_invariants=True)
-    wanted = torch.cat([torch.ones(me.size), torch.zeros(8 - me.size)])
-
-    def call() -> Values:
-        dist.all_reduce(tensor)
-        return [(tensor, wanted)]
-
-    return call
-
-
-def sends(elements: int) -> Scenario:
-    """Each to the next, and from the one before."""
-
-    def prepare(me: Rank) -> Callable[[], Values]:
-        own, got = torch.full((elements,), float(me.rank)), torch.zeros(elements)
-        to, source = (me.rank + 1) % me.size, (me.rank - 1) % me.size
-
-        def call() -> Values:
-            works = [dist.isend(own, to), dist.irecv(got, source)]
-            for work in works:
-                assert work is not None
-                work.wait()
-            return [(got, float(source))]
-
-        return call
-
-    return prepare
-
-
-def waits_at_a_barrier(me: Rank) -> Callable[[], Values]:
-    def call() -> Values:
-        dist.barrier()
-        return []
-
-    return call
-
-
-def takes_from_the_arena(me: Rank) -> Callable[[], Values]:
-    def call() -> Values:
-        tensor = ringreduce.empty(LARGE)
-        tensor.fill_(1.0)
-        ringreduce.all_reduce(tensor)
-        return [(tensor, float(me.size))]
-
-    return call
-
-
-def receives_in_vain(me: Rank) -> Callable[[], Values]:
-    """The group has the message until it ends."""
-    got, source = torch.zeros(10), (me.rank - 1) % me.size
-
-    def call() -> Values:
-        dist.irecv(got, source)
-        return []
-
-    return call
-
-
-def makes_a_subgroup(me: Rank) -> Callable[[], Values]:
-    tensor = torch.ones(100)
-
-    def call() -> Values:
-        group = dist.new_group(list(range(me.size)), timeout=timedelta(seconds=TIMEOUT))
-        dist.all_reduce(tensor, group=group)
-        return [(tensor, float(me.size))]
-
-    return call
-
-
-CALLS: dict[str, Scenario] = {
-    "all_reduce 64 B": reduces(SMALL, ringreduce.all_reduce),
-    "all_reduce 16 MB": reduces(LARGE, ringreduce.all_reduce),
-    "all_reduce int8 with feedback": feeds_back,
-    "all_reduce int8": reduces(1 << 17, functools.partial(ringreduce.all_reduce, wire_dtype="int8")),
-    "operator": reduces(1000, functools.partial(ringreduce.all_reduce, op=ringreduce.Op.torch(torch.add))),
-    "dist.all_reduce 64 B": reduces(SMALL, dist.all_reduce),
-    "dist.all_reduce 16 MB, async": reduces(LARGE, waits_for_it),
-    "coalesced": coalesces,
-    "all_gather": gathers,
-    "all_to_all 4 KB": exchanges(512),
-    "all_to_all 16 MB": exchanges(LARGE // 2),
-    "all_to_all, split sizes": splits,
-    "reduce_scatter": scatters,
-    "broadcast and reduce": from_a_root,
-    "sparse": sparse,
-    "messages 64 B": sends(SMALL),
-    "messages 16 MB": sends(LARGE),
-    "barrier": waits_at_a_barrier,
-    "arena": takes_from_the_arena,
-    "subgroup": makes_a_subgroup,
-    "receive in vain": receives_in_vain,
-}
-
-GROUP_GOES_ON = ("subgroup",)
-"""After an error in one of these, which is another group's."""
-
-FAILS_BEFORE_A_CALL = ("arena", "operator")
-"""The others may be told by the victim's next call, which is another than theirs."""
-
-TRANSPORTS: dict[str, dict[str, Any]] = {"shared_memory": {}, "tcp": {"transport": "tcp"}}
+@dataclasses.dataclass
+class Run:
+    """What one rank met in one run."""
+
+    error: str = ""  # the first, "Class: message"; empty: nothing raised
+    raised: float = 0.0  # when that was
+    place: str = ""  # of the request that failed
+    failed: float = 0.0  # when that was
+    took: float = 0.0  # seconds: the phase in which it may fail
+    right: bool = True
+    afterwards: str = ""  # the error of what should work again then
+    logged: str = ""
+    story: str = ""  # all that was logged, the traceback of each error, and after LONG the stacks of all threads
+    left: str = ""
+    made: bool = True  # whether there was a group afterwards
+    applied: list[float] = dataclasses.field(default_factory=list)  # how often elements have had a push: least, most
 
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """Of `kind`, in rank `victim` of `ranks`, while `phase`: "make", "call" or "destroy"."""
+    """Of `kind`, in rank `victim` of `ranks`, while `phase`."""
 
     scenario: str
     kind: str
@@ -261,45 +93,172 @@ class Sweep:
     seconds: float = 0.0  # that the request takes instead of failing
     ranks: int = 2
     anew: bool = False  # one request at each place, instead of each request
+    longest: float = 0.0  # seconds that the phase may take with all attempts; then nobody need hear of a failure before
+
+    ran_out: ClassVar[tuple[str, ...]] = RAN_OUT
 
     def __str__(self) -> str:
         slow = f", {self.seconds:g} s late" if self.seconds else ""
         which = f"{self.kind} at each place" if self.anew else self.kind
         return f"{self.scenario}, {self.transport}: {self.phase}, {which} in rank {self.victim} of {self.ranks}{slow}"
 
+    def live(self, turn: Turn) -> None:
+        """What a rank does in a run."""
+        raise NotImplementedError
+
+    def wrong(self, runs: list[Run]) -> Iterator[str]:
+        """What is wrong in this scenario alone."""
+        raise NotImplementedError
+
+    def must_be_told(self, runs: list[Run]) -> bool:
+        """Whether the victim must be told what ran out."""
+        return any(each.error or each.afterwards for each in runs)
+
+    def told(self, runs: list[Run]) -> str:
+        """What the victim was told."""
+        return f"{runs[self.victim].error} {runs[self.victim].afterwards} {runs[self.victim].logged}"
+
     def run(self, me: Rank, library: Path, number: int, before: Counter[str] | None) -> Run:
-        return one_run(me, library, self, number, before)
+        """The `number`-th request fails. Without `before`, nothing is said of what is left."""
+        turn, logged = Turn(self, me, library, number), Logged(level=logging.WARNING)
+        with its_story() as story:
+            self.live(turn)
+        turn.found.logged, turn.found.story = " | ".join(logged.messages), story.getvalue()
+        logging.getLogger("ringreduce").removeHandler(logged)
+        if before is not None:
+            turn.found.left = left_over(before)
+        return turn.found
 
-    def judge(self, runs: list[Any], noticed: float = NOTICED) -> Iterator[str]:
-        return judge(self, runs, noticed)
-
-    def fails(self, library: Path, number: int) -> contextlib.AbstractContextManager[Asked]:
-        """For the `number`-th run."""
-        return failing(library, self.kind, ANEW if self.anew and number else number, self.seconds)
+    def judge(self, runs: list[Run], noticed: float = NOTICED) -> Iterator[str]:
+        """What is wrong with a run."""
+        failed = runs[self.victim].failed
+        for rank, each in enumerate(runs):
+            who = f"rank {rank}"
+            if not each.right:
+                yield f"{who} has wrong values"
+            if each.left:
+                yield f"{who} keeps {each.left}"
+            if "CollectiveTimeout" in each.error + each.afterwards:
+                yield f"{who} waited for its timeout: {each.error or each.afterwards}"
+            if self.longest and each.took > max(noticed, self.longest):
+                yield f"{who} took {each.took:.1f} s: {each.error}"
+            if not self.longest and each.error and each.raised > failed + noticed > noticed:
+                yield f"{who} hears of it {each.raised - failed:.1f} s later: {each.error}"
+        if self.must_be_told(runs) and not any(name in self.told(runs) for name in self.ran_out):
+            yield f"rank {self.victim} is not told what ran out: {self.told(runs)}"
+        if self.seconds and (
+            errors := [each.error or each.afterwards for each in runs if each.error or each.afterwards]
+        ):
+            yield f"a slow request is an error: {errors}"
+        yield from self.wrong(runs)
 
 
 @dataclasses.dataclass
-class Run:
-    """What one rank met in one run."""
+class Turn:
+    """One run, in one rank."""
 
-    error: str = ""  # "Class: message"; empty: it returned
-    when: float = 0.0
-    right: bool = True
-    made: bool = True  # whether there was a group afterwards
-    afterwards: str = ""
-    left: str = ""
-    place: str = ""
+    sweep: Sweep
+    me: Rank
+    library: Path
+    number: int
+    found: Run = dataclasses.field(default_factory=Run)
+
+    def __str__(self) -> str:
+        return f"{self.sweep}/{self.number}"
+
+    def meet(self, what: str) -> None:
+        self.me.meet(f"{self}: {what}")
+
+    def armed(self, phase: str, do: Callable[[], Any], together: bool = False) -> Any:
+        """Calls `do`. In the sweep's phase the victim's request fails; `together`: until all ranks have called it."""
+        if phase != self.sweep.phase:
+            return do()
+        armed, number = contextlib.nullcontext(Asked()), self.number
+        if self.me.rank == self.sweep.victim:
+            number = ANEW if self.sweep.anew and number else number
+            armed = failing(self.library, self.sweep.kind, number, self.sweep.seconds)  # type: ignore[assignment]
+        try:
+            with armed as asked:
+                if together:
+                    self.meet(f"{phase} is armed")
+                began = time.monotonic()
+                try:
+                    return do()
+                finally:
+                    self.found.took = time.monotonic() - began
+                    if together:
+                        self.meet(f"{phase} is over")
+        finally:
+            self.found.place, self.found.failed = asked.place, asked.when
+            if asked.place:
+                log.info("%.3f s ago a request failed at %s", time.monotonic() - asked.when, asked.place)
+
+    def attempt(self, do: Callable[[], Any], again: int = 0) -> Any:
+        """What `do` returns, if it raises and so `again` times more. An error of the last is one of afterwards."""
+        for left in reversed(range(again + 1)):
+            try:
+                return do()
+            except Exception as error:
+                log.info("an attempt has failed", exc_info=True)
+                if not self.found.error:
+                    self.found.error, self.found.raised = said(error), time.monotonic()
+                if again and not left:
+                    self.found.afterwards = said(error)
+        return None
+
+    def afterwards(self, do: Callable[[], Any]) -> None:
+        try:
+            do()
+        except Exception as error:
+            log.info("what comes afterwards has failed", exc_info=True)
+            self.found.afterwards = self.found.afterwards or said(error)
+
+
+@contextlib.contextmanager
+def its_story() -> Iterator[io.StringIO]:
+    """What `Run.story` gets of a run."""
+    text, logger = io.StringIO(), logging.getLogger("ringreduce")
+    handler = logging.StreamHandler(text)
+    handler.setFormatter(logging.Formatter("%(asctime)s.%(msecs)03d %(threadName)s: %(message)s", "%M:%S"))
+
+    def stacks() -> None:
+        names = {each.ident: each.name for each in threading.enumerate()}
+        for thread, frame in sys._current_frames().items():
+            log.info("%s, after %g s:\n%s", names.get(thread), LONG, "".join(traceback.format_stack(frame)))
+
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    timer = threading.Timer(LONG, stacks)
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    timer.start()  # with all signals blocked, since `keep` waits for some that no other thread may get
+    signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+    try:
+        yield text
+    finally:
+        timer.cancel()
+        timer.join()
+        logger.setLevel(logging.NOTSET)
+        logger.removeHandler(handler)
+
+
+def said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def are_right(values: Values) -> bool:
+    return all(bool((got.to_dense() == wanted).all()) for got, wanted in values)
 
 
 def holdings() -> Counter[str]:
-    """Of this process: what a group must give back."""
+    """Of this process: what must be given back."""
     found: Counter[str] = Counter()
-    for fd in Path("/proc/self/fd").iterdir():
-        try:
-            found["descriptor " + os.readlink(fd).split(":")[0]] += 1
-        except FileNotFoundError:  # iterdir's own
-            continue
-    found["threads"] = len(list(Path("/proc/self/task").iterdir()))
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # listdir's own
+            found["descriptor " + os.readlink(f"/proc/self/fd/{fd}").split(":")[0]] += 1
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it has ended
+            found["children"] += len(Path(f"/proc/self/task/{task}/children").read_text().split())
+            found["threads"] += 1
     found["mappings"] = Path("/proc/self/maps").read_text().count("memfd:ringreduce")
     return found
 
@@ -313,102 +272,9 @@ def left_over(before: Counter[str]) -> str:
     return ", ".join(f"{count} {what}" for what, count in more.items())
 
 
-def said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def one_run(me: Rank, library: Path, sweep: Sweep, number: int, before: Counter[str] | None) -> Run:
-    """The `number`-th request fails. Without `before`, nothing is said of what is left."""
-    found = Run()
-
-    def make() -> None:
-        dist.init_process_group(
-            "ringreduce",
-            store=dist.PrefixStore(f"{sweep}/{number}", me.store),
-            rank=me.rank,
-            world_size=me.size,
-            timeout=timedelta(seconds=TIMEOUT),
-            pg_options=ringreduce.Options(**TRANSPORTS[sweep.transport]),
-        )
-
-    def armed(phase: str, do: Callable[[], Any]) -> Any:
-        if phase != sweep.phase or me.rank != sweep.victim:
-            return do()
-        with sweep.fails(library, number) as asked:
-            try:
-                return do()
-            finally:
-                met.append(asked)
-
-    met: list[Asked] = []  # in the victim
-    try:
-        armed("make", make)
-        dist.barrier()
-        call = CALLS[sweep.scenario](me)
-        values = armed("call", call)
-        found.right = all(bool((got.to_dense() == wanted).all()) for got, wanted in values)
-    except Exception as error:
-        found.error = said(error)
-    found.when = time.monotonic()
-    found.made = dist.is_initialized()
-    if found.made:
-        try:
-            after = torch.ones(100)
-            dist.all_reduce(after)
-            found.right &= bool((after == me.size).all())
-        except RingReduceError as error:
-            found.afterwards = said(error)
-    me.meet(f"{sweep}/{number}: used")
-    if found.made:
-        try:
-            armed("destroy", dist.destroy_process_group)
-        except Exception as error:
-            found.error, found.when = found.error or said(error), time.monotonic()
-    if dist.is_initialized():  # that failed
-        dist.destroy_process_group()
-    distributed_c10d._world.group_count = 0  # by which torch names the next group; a failed init_process_group counts
-    found.place = met[0].place if met else ""
-    if before is not None:
-        found.left = left_over(before)
-    return found
-
-
-def judge(sweep: Sweep, runs: list[Run], noticed: float = NOTICED) -> Iterator[str]:
-    """What is wrong with a run."""
-    victim = runs[sweep.victim]
-    for rank, each in enumerate(runs):
-        who = f"rank {rank}"
-        if not each.error and not each.right:
-            yield f"{who} has wrong values"
-        if each.left:
-            yield f"{who} keeps {each.left}"
-        if "CollectiveTimeout" in each.error + each.afterwards:
-            yield f"{who} waited for its timeout: {each.error or each.afterwards}"
-        if sweep.phase == "destroy":
-            continue
-        if rank != sweep.victim and each.error:
-            if not (victim.error or victim.afterwards):  # the call may have ended for it
-                yield f"{who} raises though rank {sweep.victim} does not: {each.error}"
-            if f"rank {sweep.victim}" not in each.error:
-                yield f"{who} does not name rank {sweep.victim}: {each.error}"
-            if "CollectiveMismatch" in each.error and sweep.scenario not in FAILS_BEFORE_A_CALL:
-                yield f"{who} is told of another call: {each.error}"
-            if each.when > victim.when + noticed:
-                yield f"{who} hears of it {each.when - victim.when:.1f} s later: {each.error}"
-    groups = [each.afterwards for each in runs if each.made]
-    if sweep.phase != "destroy" and len({bool(error) for error in groups}) > 1:
-        yield f"afterwards the group works on some ranks only: {groups}"
-    if sweep.seconds and any(each.error or each.afterwards for each in runs):
-        yield f"a slow request is an error: {[each.error or each.afterwards for each in runs]}"
-    if victim.error and not victim.afterwards and sweep.phase == "call" and sweep.scenario not in GROUP_GOES_ON:
-        yield "the group works after an error"
-    if victim.error and not any(name in victim.error for name in ("SystemFailure", "MemoryError", "allocate memory")):
-        yield f"rank {sweep.victim} is not told what ran out: {victim.error}"
-
-
-def sweep_here(me: Rank, library: Path, sweep: Any, most: int, first: int = 1) -> list[list[Any]]:
+def sweep_here(me: Rank, library: Path, sweep: Sweep, most: int, first: int = 1) -> list[list[Run]]:
     """All runs, up to the `most`-th request; each rank has the same list, of a Run for each rank."""
-    all_runs: list[list[Any]] = []
+    all_runs: list[list[Run]] = []
     sweep.run(me, library, 0, None)  # what the first run of a process makes for good is there now
     gc.collect()
     gc.freeze()  # all that is there now, so that each run's collection is short
@@ -417,16 +283,38 @@ def sweep_here(me: Rank, library: Path, sweep: Any, most: int, first: int = 1) -
         me.begin(f"{sweep}, request {number}")
         own = sweep.run(me, library, number, before)
         me.store.set(f"{sweep}/{number}/{me.rank}", json.dumps(dataclasses.asdict(own)))
-        runs = [type(own)(**json.loads(me.store.get(f"{sweep}/{number}/{rank}"))) for rank in range(me.size)]
+        runs = [Run(**json.loads(me.store.get(f"{sweep}/{number}/{rank}"))) for rank in range(me.size)]
         all_runs.append(runs)
         if not runs[sweep.victim].place:
             break
     return all_runs
 
 
-def sweeps_here(me: Rank, library: Path, sweeps: list[Any], most: int) -> list[list[list[Any]]]:
+def sweeps_here(me: Rank, library: Path, sweeps: list[Sweep], most: int) -> list[list[list[Run]]]:
     """One after the other in the same processes, of which places know that they have failed before."""
     return [sweep_here(me, library, sweep, most) for sweep in sweeps]
+
+
+def swept(library: Path, sweeps: list[Sweep], most: int, noticed: float = NOTICED) -> list[dict[str, Any]]:
+    """What came of each."""
+    began, none = time.monotonic(), {"places": {}, "stories": []}
+    try:
+        runs_of_all = run(sweeps_here, sweeps[0].ranks, library, sweeps, most)[0]
+    except (Exception, pytest.fail.Exception) as error:
+        return [{"sweep": str(sweeps[0]), "failures": 0, "wrong": {f"BROKE: {str(error)[:4000]}": 1}, **none}]
+    seconds, found = (time.monotonic() - began) / len(sweeps), []
+    for sweep, runs in zip(sweeps, runs_of_all, strict=True):
+        bad, stories = Counter[str](), []
+        for each in runs:
+            for verdict in (verdicts := list(sweep.judge(each, noticed))):
+                bad[f"{place_name(each[sweep.victim].place)}: {verdict[:230]}"] += 1
+            if verdicts:
+                by_rank = (f"rank {rank}, {own.took:.1f} s:\n{own.story}" for rank, own in enumerate(each))
+                stories.append("\n".join((*verdicts, *by_rank)))
+        reached = Counter(each[sweep.victim].place for each in runs if each[sweep.victim].place)
+        line = {"sweep": str(sweep), "failures": reached.total(), "wrong": bad, "seconds": round(seconds, 1)}
+        found.append({**line, "places": reached, "stories": stories[:STORIES]})
+    return found
 
 
 def build(folder: Path) -> Path:
@@ -436,46 +324,3 @@ def build(folder: Path) -> Path:
     flags = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
     subprocess.run(["c++", *flags, str(source), "-o", str(made)], check=True)
     return made
-
-
-KINDS_OF_CALLS = [kind for kind in KINDS if kind not in ("wait", "process", "disk")]
-
-
-def one_by_one() -> Iterator[list[Sweep]]:
-    """Each request."""
-    for ranks, transport, kind in itertools.product((2, 3), TRANSPORTS, KINDS_OF_CALLS):
-        for victim in range(ranks):
-            yield [Sweep("barrier", kind, "make", transport, victim, ranks=ranks)]
-            yield [Sweep("receive in vain", kind, "destroy", transport, victim, ranks=ranks)]
-            for name in CALLS:
-                yield [Sweep(name, kind, "call", transport, victim, ranks=ranks)]
-
-
-def by_places(kind: str = ANY, seconds: float = 0.0) -> Iterator[list[Sweep]]:
-    """One request at each place that making a group, all calls and its end reach."""
-    for victim in (0, 1):
-        calls = [("barrier", "make"), *((name, "call") for name in CALLS), ("receive in vain", "destroy")]
-        yield [
-            Sweep(name, kind, phase, transport, victim, seconds, anew=True)
-            for transport in TRANSPORTS
-            for name, phase in calls
-        ]
-
-
-def swept(library: Path, sweeps: list[Any], most: int, noticed: float = NOTICED) -> list[dict[str, Any]]:
-    """What came of each."""
-    began = time.monotonic()
-    try:
-        runs_of_all = run(sweeps_here, sweeps[0].ranks, library, sweeps, most)[0]
-    except (Exception, pytest.fail.Exception) as error:
-        return [{"sweep": str(sweeps[0]), "failures": 0, "wrong": {f"BROKE: {str(error)[:1500]}": 1}, "places": {}}]
-    seconds, found = (time.monotonic() - began) / len(sweeps), []
-    for sweep, runs in zip(sweeps, runs_of_all, strict=True):
-        bad = Counter[str]()
-        for each in runs:
-            for verdict in sweep.judge(each, noticed):
-                bad[f"{place_name(each[sweep.victim].place)}: {verdict[:230]}"] += 1
-        reached = Counter(each[sweep.victim].place for each in runs if each[sweep.victim].place)
-        line = {"sweep": str(sweep), "failures": reached.total(), "wrong": bad, "seconds": round(seconds, 1)}
-        found.append({**line, "places": reached})
-    return found

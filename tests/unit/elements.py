@@ -64,8 +64,12 @@ def all_codes(dtype):
 # ---- Operands --------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def operand(dtype, count, rank):
-    """`count` elements that differ by rank: half are any code at all, half ordinary numbers of many magnitudes."""
+    """`count` elements that differ by rank: half are any code at all, half ordinary numbers of many magnitudes.
+
+    All callers have the same tensor and must not change it.
+    """
     rng = np.random.default_rng([zlib.crc32(dtype.encode()), count, rank])
     size = TORCH[dtype].itemsize
     codes = rng.integers(0, 256, count * size, dtype=np.uint8)

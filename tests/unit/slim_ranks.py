@@ -6,48 +6,17 @@ then every connection carries its rank, both ways. Ends with the number of ranks
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
 import sys
 import time
 import traceback
-from pathlib import Path
 
+from bench.meeting import FolderStore
 from ringreduce.coordination.endpoint import Location
 from ringreduce.groups.exchange import Exchange
 from ringreduce.groups.meet import meet
 from ringreduce.network.listener import Peer
-
-
-class FolderStore:
-    """A store in a folder."""
-
-    def __init__(self, folder: str) -> None:
-        self._folder = Path(folder)
-
-    def _path(self, key: str) -> Path:
-        return self._folder / key.replace("/", ".")
-
-    def set(self, key: str, value: str) -> None:
-        partial = self._path(f"{key}.{os.getpid()}")
-        partial.write_text(value)
-        partial.rename(self._path(key))
-
-    def get(self, key: str) -> bytes:
-        return self._path(key).read_bytes()
-
-    def check(self, keys: list[str]) -> bool:
-        return all(self._path(key).exists() for key in keys)
-
-    def add(self, key: str, value: int) -> int:
-        with open(self._path(key), "a+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            file.seek(0)
-            value += int(file.read() or 0)
-            file.truncate(0)
-            file.write(str(value))
-        return value
 
 
 def neighbours(rank: int, size: int) -> set[int]:

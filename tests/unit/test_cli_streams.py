@@ -1,10 +1,12 @@
 """What the command line does where files, streams and moments are bad: no traceback, no file read without end."""
 
+import errno
 import json
 import os
 import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -91,12 +93,46 @@ def test_devices_stay_what_they_are(tmp_path: Path) -> None:
     """A file is replaced as a whole; a device is written to."""
     device = tmp_path / "null"
     device.symlink_to("/dev/null")
-    files.replace_file(device, b"text")
+    files.write_file(device, b"text")
     assert device.is_symlink() and Path("/dev/null").is_char_device()
     with pytest.raises(OSError, match=r"No space left on device: '/dev/full'"):
-        files.replace_file(Path("/dev/full"), b"text")
+        files.write_file(Path("/dev/full"), b"text")
     with pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path / "none/file"))):
-        files.replace_file(tmp_path / "none/file", b"text")
+        files.write_file(tmp_path / "none/file", b"text")
+
+
+@pytest.mark.parametrize("why", [errno.EACCES, errno.EBUSY])
+def test_a_file_that_cannot_be_replaced_is_written_to(
+    why: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is mounted, or in a folder that this user may not change."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(why, os.strerror(why))
+
+    file = tmp_path / "file"
+    file.write_bytes(b"a longer text")
+    monkeypatch.setattr(os, "replace", refuse)
+    files.write_file(file, b"text")
+    assert file.read_bytes() == b"text" and [*tmp_path.iterdir()] == [file]
+    with pytest.raises(OSError, match=re.escape(str(file))):
+        files.write_file(file, b"secret", private=True)
+    with pytest.raises(OSError, match="new"):
+        files.write_file(tmp_path / "new", b"text")
+    assert file.read_bytes() == b"text" and [*tmp_path.iterdir()] == [file]
+
+
+def test_a_private_file_is_private_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = list[int]()
+    monkeypatch.setattr(os, "fsync", lambda fd: modes.append(stat.S_IMODE(os.fstat(fd).st_mode)))
+    monkeypatch.setattr(os, "fchmod", lambda *_: None)
+    before = os.umask(0)
+    try:
+        files.write_file(tmp_path / "private", b"text", private=True)
+        files.write_file(tmp_path / "public", b"text")
+    finally:
+        os.umask(before)
+    assert modes == [0o600, 0o666]
 
 
 @pytest.mark.parametrize("where", ["/dev/zero", "huge"])

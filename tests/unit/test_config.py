@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 
 import ringreduce
-from ringreduce.config import DEFAULTS, OTHER_VARIABLES, PARTS, PREFIX, EngineParts, Options, resolve
+from ringreduce.config import DEFAULTS, OTHER_VARIABLES, PARTS, PREFIX, EngineParts, Options, resolve, slicing_for
 from ringreduce.errors import InvalidArgument
 
 
@@ -153,3 +153,14 @@ def test_every_variable_that_is_read_has_a_line_in_info() -> None:
         "RINGREDUCE_LIFE",
         "RINGREDUCE_AS_GLOO",
     }  # these names are constants
+
+
+@pytest.mark.parametrize(
+    ("gbits", "size"), [(0, 16), (1, 16), (5, 32), (10, 64), (25, 128), (400, 128)], ids="{}".format
+)
+def test_slices_between_hosts_are_as_large_as_the_wire_wants_them(gbits: float, size: int) -> None:
+    """In KiB; 0: all ranks are on one host."""
+    options = Options(engine="slices=4")
+    assert slicing_for(options, 1 << 20, fetch=False, wire=gbits * 125e6) == (4, size << 10, 1 << 20)
+    chosen = Options(engine="least_slice_bytes=4K")
+    assert slicing_for(chosen, 1 << 20, fetch=False, wire=gbits * 125e6).least_slice_bytes == 4 << 10

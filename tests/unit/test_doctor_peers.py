@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from frameworks.launch import killed
 from rich.console import Console
 
 from ringreduce.cli.doctor import render
@@ -92,11 +93,8 @@ def doctor(*hosts: dict[str, str], arguments: tuple[str, ...] = ()) -> list[tupl
         started.append(
             subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/")
         )
-    try:
+    with killed(started):
         return [(process.returncode, *output) for process in started for output in [process.communicate(timeout=100)]]
-    finally:
-        for process in started:
-            process.kill()
 
 
 A, B = {"RINGREDUCE_HOST_ID": "a"}, {"RINGREDUCE_HOST_ID": "b"}

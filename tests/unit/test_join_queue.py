@@ -11,6 +11,7 @@ from collections.abc import Callable, Container
 
 import pytest
 import torch.distributed as dist
+from processes import until
 
 from ringreduce.coordination import join_queue, wait
 from ringreduce.coordination.endpoint import Address
@@ -190,13 +191,6 @@ class Blocking(JoinQueue):
         return self.found
 
 
-def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
 def watchers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "ringreduce _look_out"]
 
@@ -214,7 +208,7 @@ def test_a_join_watcher_never_waits_for_the_store() -> None:
     until(lambda: watcher.found() == (me,))
     queue.answers.clear()
     assert watcher.found() == (me,)  # this may still be true
-    until(lambda: watcher.found() == (), SILENT + 30)  # nobody could tell this process that it is let in
+    until(lambda: watcher.found() == (), seconds=SILENT + 30)  # nobody could tell this process that it is let in
     queue.answers.set()
     until(lambda: watcher.found() == (me,))
     watcher.pass_over(["me"])

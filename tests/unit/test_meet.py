@@ -293,14 +293,16 @@ def test_what_a_rank_did_before_its_end_counts(monkeypatch: pytest.MonkeyPatch) 
     first, second = (Exchange(store, rank, 2, 20.0) for rank in range(2))
     second.know(0, identity())
 
-    def publishes_and_ends() -> int:
-        first.publish("plans", [7])
-        return 0
+    death = PeerLost("rank 0 died", 0)
 
-    monkeypatch.setattr(second, "dead", publishes_and_ends)
+    def publishes_and_ends() -> PeerLost:
+        first.publish("plans", [7])
+        return death
+
+    monkeypatch.setattr(second, "death", publishes_and_ends)
     assert second.answer("plans") == [7]
-    monkeypatch.setattr(second, "dead", lambda: 0)
-    with pytest.raises(PeerLost, match=r"rank 0 .* died"):
+    monkeypatch.setattr(second, "death", lambda: death)
+    with pytest.raises(PeerLost, match="rank 0 died"):
         second.answer("other plans")
 
 
@@ -525,6 +527,16 @@ def test_subgroups_that_are_made_leave_nothing_in_memory() -> None:
     for _ in range(3):
         close(both(*(lambda rank=rank: attempt(store, rank, 2, within="whole") for rank in range(2))))  # type: ignore[misc]
     assert len(arrivals.over) == before
+
+
+def test_attempts_that_are_over_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may make its default group any number of times. The latest attempts are remembered."""
+    monkeypatch.setattr(arrivals, "MOST_OVER", 8)
+    store = HashStore()
+    for _ in range(6):
+        close(both(lambda: attempt(store, 0, 2), lambda: attempt(store, 1, 2)))
+    first, second = (json.loads(store.get(Exchange(store, rank, 2, 20.0)._arrival_key(rank)))[0] for rank in range(2))
+    assert len(arrivals.over) <= 8 and {(0, first), (0, second), (1, first)} <= arrivals.over.keys()
 
 
 def test_a_subgroup_that_is_made_again_after_a_failure() -> None:

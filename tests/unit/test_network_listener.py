@@ -22,9 +22,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from processes import limited, no_descriptors, until
 
 from ringreduce.errors import Aborted, CollectiveTimeout, InvalidArgument, PeerLost, SystemFailure
-from ringreduce.network import handshake, sockets
+from ringreduce.network import handshake, paths, sockets
 from ringreduce.network import listener as listener_module
 from ringreduce.network.handshake import Handshake
 from ringreduce.network.interfaces import Interface, local_interfaces
@@ -107,9 +108,9 @@ def connect_all(*members: Member) -> None:
 
 def check_links(one: Member, other: Member, count: int) -> None:
     """All are there, each end with its own other end, and nothing but what is sent comes."""
-    until(lambda: len(other.links.get(one.rank, ())) == count)  # one side has them a little later
+    ends = ((one, other.rank), (other, one.rank))
+    until(lambda: all(len(member.links.get(peer, ())) == count for member, peer in ends))  # a side has them later
     ours, theirs = one.links[other.rank], other.links[one.rank]
-    assert len(ours) == count
     for n, (mine, its) in enumerate(zip(ours, theirs, strict=True)):
         assert (mine.getsockname(), mine.getpeername()) == (its.getpeername(), its.getsockname())
         for sender, receiver in ((mine, its), (its, mine)):
@@ -120,13 +121,6 @@ def check_links(one: Member, other: Member, count: int) -> None:
             receiver.settimeout(SOON)
             assert receiver.recv(2) == bytes([n])
             receiver.setblocking(False)
-
-
-def until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + SOON
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def refused(member: Member, reason: str) -> int:
@@ -222,7 +216,7 @@ def test_a_dead_interface_is_left_out(make: Make) -> None:
 
 
 def test_an_interface_that_does_not_answer_is_left_out(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener_module, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(paths, "GRACE_SECONDS", 0.2)
     one = make(0, interface("a", "127.0.1.1/24"), interface("b", "127.0.2.1/24"))
     other = make(1, interface("b", "127.0.2.2/24"))
     with socket.create_server(("127.0.1.2", 0)) as silent:
@@ -256,7 +250,7 @@ def test_one_side_makes_the_link(pair: tuple[Member, Member], goes: int) -> None
     assert pair[goes].door.counts == {"accepted": 0}  # only one has gone to the other
 
 
-def test_a_peer_that_ends_right_after_it_was_ready_is_lost(pair: tuple[Member, Member]) -> None:
+def test_a_peer_that_closes_right_after_it_was_ready_is_lost(pair: tuple[Member, Member]) -> None:
     """Its connection is reset before it is delivered: then it has no address any more."""
     open_all(*pair)
 
@@ -265,7 +259,7 @@ def test_a_peer_that_ends_right_after_it_was_ready_is_lost(pair: tuple[Member, M
             pair[0].door._hand_over(1, [(reset, "lo")])
 
     asyncio.run_coroutine_threadsafe(hand_over(), pair[0].door._loop).result()  # type: ignore[arg-type]
-    with pytest.raises(PeerLost, match="rank 0 cannot connect with rank 1, which died or left") as error:
+    with pytest.raises(PeerLost, match="rank 0 cannot connect with rank 1, which has closed the connection") as error:
         pair[0].connect(1)
     assert error.value.culprit == 1
 
@@ -332,7 +326,7 @@ def test_patience_ends(pair: tuple[Member, Member]) -> None:
 
 
 def test_ways_that_failed_beside_the_link(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener_module, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(paths, "GRACE_SECONDS", 0.2)
     names = ("a", "b", "c")
     one = make(0, *(interface(name, f"127.0.{n}.1/24") for n, name in enumerate(names, 1)))
     other = make(1, interface("b", "127.0.2.2/24"))
@@ -676,9 +670,8 @@ def test_a_slow_handshake(pair: tuple[Member, Member], words: bytes, monkeypatch
 
 def test_a_thousand_open_connections(pair: tuple[Member, Member]) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
     open_all(*pair)
-    try:
+    with limited(resource.RLIMIT_NOFILE, max(soft, min(hard, 4096))):
         with contextlib.ExitStack() as stack:
             crowd = [stack.enter_context(Stranger(pair[1])) for _ in range(1000)]
             still_works(pair)
@@ -686,25 +679,14 @@ def test_a_thousand_open_connections(pair: tuple[Member, Member]) -> None:
             assert len(pair[1].door._unproven) <= listener_module.MOST_UNPROVEN
             assert crowd[0].challenge() and crowd[0].ended()  # the oldest went first
         until(lambda: not pair[1].door._unproven)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_no_descriptors_left(pair: tuple[Member, Member]) -> None:
     """The door cannot accept for a while, and then can."""
     open_all(*pair)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with socket.socket() as late, contextlib.ExitStack() as stack:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft if soft < 256 else 256, hard))
-        try:
-            with contextlib.suppress(OSError):
-                while True:
-                    stack.callback(os.close, os.dup(0))
-            late.connect(("127.0.0.1", pair[1].door.addresses[0].port))
-            time.sleep(0.2)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        stack.close()
+    with socket.socket() as late, no_descriptors(256):
+        late.connect(("127.0.0.1", pair[1].door.addresses[0].port))
+        time.sleep(0.2)
     still_works(pair)
 
 
@@ -882,19 +864,9 @@ def test_the_secret_is_of_the_store_and_the_file(tmp_path: Path) -> None:
 def test_a_door_that_cannot_be_opened(make: Make) -> None:
     """The loop in its thread needs descriptors of its own."""
     one = make(0)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
-    taken = []
-    try:
-        with contextlib.suppress(OSError):
-            while True:
-                taken.append(os.dup(0))
-        with pytest.raises(SystemFailure, match="cannot listen for other hosts: Too many open files"):
-            one.open([one])
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for fd in taken:
-            os.close(fd)
+    refused = pytest.raises(SystemFailure, match="cannot listen for other hosts: Too many open files")
+    with no_descriptors(max(map(int, os.listdir("/proc/self/fd"))) + 1), refused:
+        one.open([one])
 
 
 def test_a_door_that_is_closed_while_another_thread_begins_to_connect(

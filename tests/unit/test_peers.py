@@ -6,6 +6,7 @@ import json
 import socket
 import sys
 import threading
+import time
 from functools import partial
 from pathlib import Path
 
@@ -51,10 +52,12 @@ def test_row() -> None:
         for name, us in (("memcpy", 50), ("memcpy-nt", 40)):
             tally.add(name, [{"times_ns": [us * 1000], "wrong": 0}] * 2, counted=True)
     tally.add("impi", [{"times_ns": [1], "wrong": 3}, {"times_ns": [1], "wrong": 4}], counted=False)
-    row = peers.make_row(tally, ["shared cache", "no shared cache", "no shared cache"])
+    row = peers.make_row(tally, ["shared cache", "no shared cache", "no shared cache"], with_means=True)
 
     assert [row[name] for name in ("ringreduce", "gloo", "impi", "mpich")] == [200, 1600, 400, 600]
     assert (row["best peer"], row["x best"], row["x gloo"]) == ("impi", 2, 8)
+    assert row["mean impi"] == pytest.approx((10**9 + 400_001) / 3e3)
+    assert row["x best mean"] == pytest.approx((10**9 + 400_001) / (10**9 + 200_001))
     assert row["limit"] == pytest.approx(40)  # two ranks, two copies at once: as long as the faster kind of copy
     assert row["share"] == pytest.approx(0.2)
     assert (row["wrong"], row["wrong_in"]["impi"], row["shared"]) == (7, 7, "1 of 3")
@@ -63,7 +66,7 @@ def test_row() -> None:
 def test_small_rows_have_no_limit() -> None:
     tally = Tally(layout=Layout("all_reduce", 2, 2), size=8)
     tally.add("memcpy", [{"times_ns": [100], "wrong": 0}], counted=True)
-    assert "limit" not in peers.make_row(tally, [])
+    assert "limit" not in peers.make_row(tally, [], with_means=False)
 
 
 class Exact:
@@ -113,9 +116,12 @@ def test_check_of_results(collective: str, flaw: int, tmp_path: Path) -> None:
         "call": 5,
         "inputs": path,
     }
-    answer = worker.obey(Exact(np.load(path), 5, flaw), order)
-    assert answer["wrong"] == flaw
-    assert len(answer["times_ns"]) == 2
+    for work_us in (0, 5000):
+        began = time.thread_time_ns()
+        answer = worker.obey(Exact(np.load(path), 5, flaw), order | {"work_us": work_us})
+        assert answer["wrong"] == flaw
+        assert len(answer["times_ns"]) == 2
+        assert time.thread_time_ns() - began >= 2 * 1000 * work_us
 
 
 def test_orders_and_answers(tmp_path: Path) -> None:

@@ -145,18 +145,18 @@ def depth(tree: Tree, rank: int) -> int:
     return 0 if parent is None else 1 + depth(tree, parent)
 
 
-@pytest.mark.parametrize("size", range(1, 70))
-def test_trees_are_binary_and_balanced(size: int) -> None:
-    for tree in (heap_tree(size), inorder_tree(size), *complementary_trees(size)):
-        assert tree.count(None) == 1
-        assert all(len(below) <= 2 for below in children(tree))
-        assert max(depth(tree, rank) for rank in range(size)) <= size.bit_length()
+def test_trees_are_binary_and_balanced() -> None:
+    for size in range(1, 70):
+        for tree in (heap_tree(size), inorder_tree(size), *complementary_trees(size)):
+            assert tree.count(None) == 1, tree
+            assert all(len(below) <= 2 for below in children(tree)), tree
+            assert max(depth(tree, rank) for rank in range(size)) <= size.bit_length(), tree
 
 
-@pytest.mark.parametrize("size", range(1, 70))
-def test_no_rank_is_interior_in_both_trees(size: int) -> None:
-    first, second = ({parent for parent in tree if parent is not None} for tree in complementary_trees(size))
-    assert not first & second
+def test_no_rank_is_interior_in_both_trees() -> None:
+    for size in range(1, 70):
+        first, second = ({parent for parent in tree if parent is not None} for tree in complementary_trees(size))
+        assert not first & second, size
 
 
 def test_composition_fuses_the_step_that_ends_one_phase_and_begins_the_other() -> None:

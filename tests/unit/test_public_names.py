@@ -26,7 +26,7 @@ def callables() -> Iterator[tuple[str, Callable[..., Any]]]:
             value = getattr(where, name)
             if not getattr(value, "__module__", "").startswith("ringreduce"):
                 continue  # torch's own
-            if inspect.isfunction(value):
+            if inspect.isroutine(value):
                 yield f"{where.__name__}.{name}", value
             for member, function in vars(value).items() if inspect.isclass(value) else ():
                 if inspect.isfunction(function) and not member.startswith("_"):

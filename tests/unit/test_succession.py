@@ -19,7 +19,7 @@ What decides is the `Standing` that production runs. A model of the rest stands 
 - `silence`, `served`: Replication._break_off, _decide, lead, hand_over, serve_alone and _change.
 - `decided`: Server::decided, with take_over, go_on_alone, give_up and be_replaced.
 - `hand_over`, `left`: ReplicaManager.give_away, Replication.hand_over, Server::freeze and leave_to_backup.
-- `meet`, `turn`, `give_up`: FailoverConnector, and the Client's take_lost and turn_to_far_backup.
+- `meet`, `turn`, `give_up`: FailoverConnector, and take_lost and turn_to_far_backup.
 
 In every world that can be reached:
 
