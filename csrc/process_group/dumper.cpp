@@ -57,13 +57,15 @@ void drop_oldest(const fs::path& jobs) {
   }
 }
 
+// Half a record would be read as a whole one, and where there is no room, the one before it stays.
 void write_file(const fs::path& path, const std::string& content) {
   fs::create_directories(path.parent_path());
-  std::ofstream file(path, std::ios::binary);
-  if (file.write(content.data(), static_cast<std::streamsize>(content.size())).flush()) return;
+  const fs::path part = path.parent_path() / (".part." + path.filename().string());
+  std::ofstream file(part, std::ios::binary);
+  if (file.write(content.data(), static_cast<std::streamsize>(content.size())).flush()) return fs::rename(part, path);
   const std::error_code why(errno, std::generic_category());
   std::error_code gone;
-  fs::remove(path, gone);  // half a record would be read as a whole one
+  fs::remove(part, gone);
   throw fs::filesystem_error("cannot write", path, why);
 }
 
