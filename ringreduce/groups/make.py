@@ -399,7 +399,9 @@ def _transport(options: Options, meeting: Meeting, decision: Decision, links: Li
     ranks_here = size - sum(links.elsewhere) if links else size
     slicing = slicing_for(options, slot_bytes_for(size, options), fetch)
     return {
-        "patience": patience_for(options, decision, ranks_here > len(meeting.cores), bool(links)),
+        "patience": patience_for(
+            options, decision, ranks_here, torch.get_num_threads(), len(meeting.cores), bool(links)
+        ),
         "least_slice_bytes": slicing.least_slice_bytes,
         "most_slice_bytes": slicing.most_slice_bytes,
         "least_fetch_bytes": fetch_from(options, size, meeting.cores, fetch) or 0,
