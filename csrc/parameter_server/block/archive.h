@@ -7,7 +7,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <deque>
 #include <map>
 #include <memory>
 #include <set>
@@ -96,18 +95,10 @@ inline void visit(Archive& archive, std::vector<std::byte>& bytes) {
   archive.raw(bytes.data(), bytes.size());
 }
 
-template <class Sequence>
-void visit_each(Archive& archive, Sequence& values) {
-  values.resize(visit_size(archive, values.size()));
-  for (auto& each : values) archive(each);
-}
 template <class T>
 void visit(Archive& archive, std::vector<T>& values) {
-  visit_each(archive, values);
-}
-template <class T>
-void visit(Archive& archive, std::deque<T>& values) {
-  visit_each(archive, values);
+  values.resize(visit_size(archive, values.size()));
+  for (auto& each : values) archive(each);
 }
 
 template <class T>

@@ -359,7 +359,7 @@ void Shard::answer_barrier(const std::string& group) {
   for (auto& [worker, member] : members_) {
     if (!member.live || member.group != group) continue;
     reply(worker, member.barriers.front(), Outcome::done);
-    member.barriers.pop_front();
+    member.barriers.erase(member.barriers.begin());
   }
 }
 

@@ -20,7 +20,6 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <map>
 #include <set>
 #include <string>
@@ -83,7 +82,7 @@ class Shard {
     std::uint64_t next = 1;                  // number of the request that takes effect next
     std::map<std::uint64_t, Reply> replies;  // replies that the worker may not have received
     std::map<std::uint64_t, Request> early;  // requests that overtook number `next`
-    std::deque<std::uint64_t> barriers;      // numbers of its unanswered barrier requests
+    std::vector<std::uint64_t> barriers;     // numbers of its unanswered barrier requests
   };
   // Contributions to a round, with the number of the request that brought each.
   using Round = std::map<WorkerId, std::pair<std::uint64_t, Contribution>>;
