@@ -34,8 +34,8 @@ class Error : public std::runtime_error {
   int culprit_;
 };
 
-// What a rank tells the others of an exception that is no Error.
-inline std::string reason(const std::exception& thrown) {
+// What a rank tells the others of an exception that is no Error. Needs no memory; valid as long as the exception.
+inline const char* reason(const std::exception& thrown) {
   if (dynamic_cast<const std::bad_alloc*>(&thrown) == nullptr) return thrown.what();
   return "memory ran out: free some, or start fewer processes on this host (RLIMIT_AS and a cgroup's memory count too)";
 }

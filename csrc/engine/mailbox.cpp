@@ -253,7 +253,7 @@ bool Mailbox::progress() {
   } catch (const Error& error) {
     team_->fate().abort(error);  // check() ends all messages
   } catch (const std::exception& error) {
-    team_->fate().abort(Error(ErrorKind::system, "receiving a message: " + reason(error), team_->rank()));
+    team_->fate().abort(Error(ErrorKind::system, std::string("receiving a message: ") + reason(error), team_->rank()));
   }
   if (moved) standstill_.restart();
   return moved;

@@ -316,7 +316,8 @@ void bind_server(py::module_& m, Roots roots) {
       .def("statistics", &statistics);
   bind_properties(
       bound, "values", &Server::values, "bell", [](Server& server) { return server.bell(); }, "capacity",
-      &Server::capacity, "leaves", &Server::leaves, "serves", &Server::serves, "has_ended", &Server::has_ended);
+      &Server::capacity, "leaves", &Server::leaves, "serves", &Server::serves, "has_ended", &Server::has_ended,
+      "failed_alone", &Server::failed_alone);
   using S = Server::Standing;
   bind_properties(bound, "backup_follows", standing(&S::backup_follows), "backup_starts", standing(&S::backup_starts),
                   "confirmed", standing(&S::confirmed), "is_heir", standing(&S::is_heir), "turn", standing(&S::turn),

@@ -175,6 +175,16 @@ std::vector<std::pair<std::uint32_t, ReplySlot>> WorkerWire::take_replies() {
   return std::exchange(replies_, {});
 }
 
+void WorkerWire::left(int peer) {
+  std::string why = "it has left";
+  {
+    const std::lock_guard lock(mutex_);
+    if (const auto failure = failures_.extract(static_cast<std::uint32_t>(peer)))
+      why = "it has failed: " + failure.mapped();
+  }
+  lost(peer, why);
+}
+
 std::byte* WorkerWire::place_for(int peer, const FrameHeader& header, std::vector<std::byte>& aside) {
   if (is_farewell(peer, header)) return nullptr;
   const std::size_t bytes = values_in(peer, header);
@@ -188,6 +198,8 @@ std::byte* WorkerWire::place_for(int peer, const FrameHeader& header, std::vecto
       place.unclaimed -= bytes;
       if (header.packing == Packing::none) return place.at + header.seq;
     }
+  } else if (header.kind == WireKind::failure) {
+    demand(bytes <= kMostFailure, peer, "a text that is too long");
   } else {
     demand(header.kind == WireKind::replies, peer, "a frame of an unknown kind");
     demand(header.bytes % sizeof(ReplySlot) == 0 && header.bytes <= kMostOutstanding * sizeof(ReplySlot), peer,
@@ -213,6 +225,8 @@ void WorkerWire::deliver(int peer, const FrameHeader& header, const std::vector<
     if (place.missing > 0 || place.reply.number == 0) return;
     replies_.emplace_back(server, place.reply);
     places_.erase(found);
+  } else if (header.kind == WireKind::failure) {
+    failures_[server].assign(reinterpret_cast<const char*>(aside.data()), header.bytes);
   } else if (header.kind == WireKind::replies) {
     for (std::size_t i = 0; i < header.bytes / sizeof(ReplySlot); ++i) {
       ReplySlot slot;

@@ -4,6 +4,7 @@
 //                      request   A RequestSlot. It is delivered when all its data has arrived, in whatever order.
 //   server -> worker   value     A fragment of a pulled value, stored in the worker's tensor.
 //                      replies   ReplySlots. The reply to a pull is delivered when all of its value has arrived.
+//                      failure   A text: why the server leaves.
 //
 // float32 values may be packed (kernels/packing.h): the header says how, and `total` is their size when unpacked. They
 // are unpacked on arrival, so only these classes know about packing.
@@ -30,11 +31,14 @@ namespace ringreduce::parameter_server {
 // The most bytes of values in a frame. A more urgent frame waits at most for one of this size.
 inline constexpr std::size_t kFragment = 256 * 1024;
 
+inline constexpr std::size_t kMostFailure = sizeof(ValuesHeader::failure);
+
 struct WireKind {
   static constexpr std::uint32_t data = 1;     // seq: offset in the window's data; tag: that of the request
   static constexpr std::uint32_t request = 2;  // a RequestSlot; tag: that of its data frames
   static constexpr std::uint32_t value = 3;    // seq: offset in the block; tag: the number of the pull
   static constexpr std::uint32_t replies = 4;  // ReplySlots
+  static constexpr std::uint32_t failure = 5;  // at most kMostFailure bytes of text
 };
 
 // The size on the wire of `bytes` bytes of values, which are packed in fragments of kFragment.
@@ -59,7 +63,7 @@ class Wire : public Connections::User {
   // Whether memory has run out for what was sent or received, since the last call.
   bool has_run_out() { return ran_out_.exchange(false); }
 
-  void left(int peer) final { lost(peer, "it has left"); }
+  void left(int peer) override { lost(peer, "it has left"); }
   void lost(int peer, const std::string& why) final;
   void failed(const std::bad_alloc&) final { ran_out_ = true; }
   void moved() final { bell_.ring(); }
@@ -131,6 +135,7 @@ class WorkerWire final : public Wire {
   // Takes (server, reply) for the replies that have arrived. The values of pulls are in place.
   std::vector<std::pair<std::uint32_t, ReplySlot>> take_replies();
 
+  void left(int peer) override;
   std::byte* place_for(int peer, const FrameHeader& header, std::vector<std::byte>& aside) override;
   void deliver(int peer, const FrameHeader& header, const std::vector<std::byte>& aside) override;
   void attend(bool) override { attend_(); }
@@ -148,6 +153,7 @@ class WorkerWire final : public Wire {
   const std::function<void()> attend_;
   std::map<Number, Place> places_;
   std::vector<std::pair<std::uint32_t, ReplySlot>> replies_;
+  std::map<std::uint32_t, std::string> failures_;  // by server
 };
 
 }  // namespace ringreduce::parameter_server

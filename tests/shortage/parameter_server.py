@@ -265,7 +265,17 @@ def takes_over(leaves: bool) -> Scenario:
     return prepare
 
 
+def pushes_without_the_backup(party: Party) -> Callable[[], Values]:
+    """Whose process has given its own server to this one, and left."""
+    if party.serving is not None and party.me.rank == WITNESS:
+        party.serving.close()
+        party.serving = None
+    party.me.meet(f"{party.name}: alone")
+    return pushes(SMALL, ps.asynchronous(), pulls=True)(party)
+
+
 BACKED_UP: dict[str, Scenario] = {
+    "push without the backup": pushes_without_the_backup,
     "push 4 KB, backed up": pushes(SMALL, ps.asynchronous()),
     "push_pull 16 MB, backed up": pushes(LARGE, ps.asynchronous(), pulls=True),
     "rows pushed, backed up": uses_rows(pulls=False),
@@ -312,17 +322,25 @@ class ServerSweep(Sweep):
 
     def wrong(self, runs: list[Run]) -> Iterator[str]:
         victim, caller, witness = runs[self.victim], runs[CALLER], runs[WITNESS]
+        served = "server" if self.scenario == "push without the backup" else "server 0"  # which has both
         for rank, each in enumerate(runs):
             who, met = f"rank {rank}", [what for what in (each.error, each.afterwards) if what]
-            if rank != self.victim and any("server 0" not in what for what in met):
+            if rank != self.victim and any(served not in what for what in met):
                 yield f"{who} is not told who has failed: {met}"
             if rank != self.victim and self.victim != SERVER and met:
                 yield f"{who} cannot go on though only the worker of rank {self.victim} has failed: {met}"
-            ended = self.victim == SERVER and each.afterwards.startswith(("ServerLost", "PeerLost"))
+            lost = ("SystemFailure: server ",) if rank == SERVER else ("ServerLost", "PeerLost")
+            ended = self.victim == SERVER and each.afterwards.startswith(lost)
             # Over TCP, who has no memory for a connection, or whose socket call fails, has lost the server by that.
             cut = rank == self.victim and self.transport == "tcp" and any(name in each.afterwards for name in RAN_OUT)
             if each.afterwards and not ended and not cut:
                 yield f"{who} cannot go on: {each.afterwards}"
+        if self.victim == SERVER and self.kind == "allocation" and self.phase == "call":
+            heard = [what for each in (caller, witness) for what in (each.error, each.afterwards) if "ServerLost" in what]
+            if any("it has failed" in what for what in heard) and not victim.afterwards:
+                yield f"the process of the server that has failed goes on: {heard}"
+            if any(not any(name in what for name in RAN_OUT) for what in heard):
+                yield f"a worker is not told what ran out: {heard}"
         if self.scenario.startswith("push") and not witness.afterwards and witness.applied:
             if max(witness.applied) > 1:
                 yield f"a push was applied {witness.applied} times"
@@ -334,7 +352,13 @@ class ServerSweep(Sweep):
 
 
 def look(party: Party, found: Run) -> None:
-    """Whether a worker can go on, and what has come of the call."""
+    """Whether a worker can go on, and what has come of the call; whether the process of a server knows that it failed."""
+    if party.serving is not None:
+        end = time.monotonic() + TIMEOUT
+        while any(shard.server.has_ended for shard in [*party.serving._local.shards.values()]):
+            assert time.monotonic() < end, "a server that has ended is kept"
+            time.sleep(0.01)
+        party.serving.wait(0)  # raises if the server has failed and nobody takes over
     if party.kv is None:
         return
     after = torch.zeros(SMALL)

@@ -20,6 +20,7 @@ AT_EACH_PLACE: list[tuple[list[Sweep], int]] = [
 SLOW = [
     *((elastic.by_places(victim), 120) for victim in (0, elastic.FOUNDERS)),
     ([GroupSweep("subgroup", "allocation", transport="tcp", ranks=3)], 120),
+    ([ServerSweep("push without the backup", "allocation", "call", "tcp", SERVER, anew=True)], 1),
 ]
 EACH_REQUEST: list[tuple[list[Sweep], int]] = [
     ([commands.CommandSweep("serve", kind, ranks=2) for kind in ("descriptor", "thread", "disk")], 10),
@@ -38,6 +39,8 @@ OF_A_SERVER: list[tuple[list[Sweep], int]] = [
     ([ServerSweep("push 4 KB", "allocation")], 10),
     ([ServerSweep("push 4 KB", "allocation", "call", "tcp")], 14),
     ([ServerSweep("push 4 KB", "allocation", victim=SERVER)], 1),
+    ([ServerSweep("push 4 KB", "allocation", "call", "tcp", SERVER)], 1),
+    ([ServerSweep("push without the backup", "allocation", victim=SERVER, anew=True)], 1),
     ([ServerSweep("push 4 KB beside a snapshot", "allocation", victim=SERVER)], 4),
     ([ServerSweep(name, "disk", victim=SERVER) for name in ("snapshot", "periodic snapshot")], 10),
     ([ServerSweep("restore", "socket_call", victim=SERVER)], 1),

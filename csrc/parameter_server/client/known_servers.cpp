@@ -128,12 +128,12 @@ void KnownServers::look_for_ended() {
     Peer& of = *peers_[server];
     if (!of.alive || !of.near->ended()) continue;
     if (may_turn(of)) {
-      turn_to_far_backup(server);
+      turn_to_far_backup(server, why_ended(of));
       continue;
     }
     look_for_next(server);
     if (is_lost(of))
-      lose(server, "");
+      lose(server, why_ended(of));
     else if (of.backup != nullptr)
       of.backup->bell().ring();  // makes the backup check now whether its server has ended
   }

@@ -7,6 +7,7 @@
 // numbers.
 #pragma once
 
+#include <cstring>
 #include <deque>
 #include <map>
 #include <memory>
@@ -137,6 +138,8 @@ class KnownServers {
     const ValuesHeader& header() const { return *reinterpret_cast<const ValuesHeader*>(values.at()); }
     bool ended() const { return header().ended.load(std::memory_order_seq_cst) != 0 || has_gone(pidfd.get()); }
     bool serves() const { return header().serves.load(std::memory_order_seq_cst) != 0; }
+    // What it has failed of; "" if it has not.
+    std::string failure() const { return {header().failure, strnlen(header().failure, sizeof(header().failure))}; }
     bool over() const { return bell().over.load(std::memory_order_seq_cst) != 0; }
     void ask(const RequestSlot& slot) {
       lane->requests[asked++ % kMostOutstanding] = slot;
@@ -188,7 +191,7 @@ class KnownServers {
     std::deque<std::pair<std::uint32_t, std::string>> next = {};
     std::deque<Item> queue = {};               // requests to another host, in the order of calls
     bool alive = true;                         // false: the server is lost
-    std::string why = {};                      // the reason, for messages
+    std::string why = {};                      // why the server was lost last, for messages
     std::map<std::uint64_t, Sent> calls = {};  // unanswered requests, by number
     std::map<BlockId, int> pushes = {};        // unanswered pushes, by block
   };
@@ -228,9 +231,10 @@ class KnownServers {
   void take_reply(std::uint32_t server, const ReplySlot& slot);
   bool take_news();
   void look_for_next(std::uint32_t server);
+  static std::string why_ended(const Peer& of);
   bool is_lost(const Peer& of) const;
   void turn_to_backup(std::uint32_t server);
-  void turn_to_far_backup(std::uint32_t server);
+  void turn_to_far_backup(std::uint32_t server, std::string why);
   bool may_turn(const Peer& of) const;
   static void take_next(Peer& of);
   std::uint32_t address_of(std::uint32_t server, std::uint32_t replica) const;

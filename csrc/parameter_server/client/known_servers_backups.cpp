@@ -51,6 +51,13 @@ bool KnownServers::is_lost(const Peer& of) const {
   return number == 0 || (of.backup != nullptr && of.backup->number == number && of.backup->ended());
 }
 
+// What is known of why a server on this host has ended, as lose() takes it.
+std::string KnownServers::why_ended(const Peer& of) {
+  if (const std::string why = of.near->failure(); !why.empty()) return "it has failed: " + why;
+  const std::string why = of.backup == nullptr ? "" : of.backup->failure();
+  return why.empty() ? "" : "it has ended, and its backup, " + of.backup->name + ", has failed: " + why;
+}
+
 // Called when the server has ended and its backup serves. The backup knows which requests the server had taken and
 // answered, so this repeats all unanswered requests with their numbers.
 void KnownServers::turn_to_backup(std::uint32_t server) {
@@ -106,13 +113,14 @@ void KnownServers::take_next(Peer& of) {
 void KnownServers::give_up(std::uint32_t server, const std::string& why) {
   const Lock lock(mutex_);
   const Peer& of = peer(server);
-  if (of.alive && of.near == nullptr && of.address == kNobody) lose(server, why);
+  if (of.alive && of.near == nullptr && of.address == kNobody) lose(server, of.why.empty() ? why : of.why + "; " + why);
 }
 
-// Called when the server has ended or is out of reach. Queues all unanswered requests again, for the next replica if
-// one is known, or until one is. That replica need not have taken over yet.
-void KnownServers::turn_to_far_backup(std::uint32_t server) {
+// Called when the server has ended or is out of reach, for the reason `why`. Queues all unanswered requests again, for
+// the next replica if one is known, or until one is. That replica need not have taken over yet.
+void KnownServers::turn_to_far_backup(std::uint32_t server, std::string why) {
   Peer& to = peer(server);
+  to.why = std::move(why);
   take_replies();  // the last ones of this server
   std::deque<Item> again;
   for (const Request& request : to.session.unanswered()) {
@@ -143,7 +151,7 @@ void KnownServers::take_lost() {
     std::erase_if(of.next, [&](const auto& each) { return each.first == address; });
     if (!of.alive || of.near != nullptr || of.address != address) continue;
     if (may_turn(of))
-      turn_to_far_backup(server);
+      turn_to_far_backup(server, why);
     else
       lose(server, why);
   }
@@ -151,7 +159,7 @@ void KnownServers::take_lost() {
 
 void KnownServers::turn_if_ended(std::uint32_t server) {
   const Peer& of = peer(server);
-  if (may_turn(of) && of.near != nullptr && of.near->ended()) turn_to_far_backup(server);
+  if (may_turn(of) && of.near != nullptr && of.near->ended()) turn_to_far_backup(server, why_ended(of));
 }
 
 }  // namespace ringreduce::parameter_server

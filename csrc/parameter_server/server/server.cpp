@@ -3,9 +3,13 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <cstring>
+#include <span>
+#include <string_view>
 #include <thread>
 
 #include "core/error.h"
+#include "core/utf8.h"
 #include "core/waiting.h"
 
 namespace ringreduce::parameter_server {
@@ -141,10 +145,27 @@ void Server::close() {
     partner->ring();
     partner->end_turns();
   }
+  if (header().failure[0] != 0) tell_failure();
   if (has_far_) wire_->connections().hand_over(true);
   leader_.reset();  // a partner on another host is told that this one leaves
   follower_.reset();
   wire_->connections().leave();
+}
+
+void Server::note_failure(std::string_view why) {
+  const std::string_view text = cut(why, sizeof(header().failure) - 1);
+  text.copy(header().failure, text.size());
+}
+
+// Tells workers on other hosts what this server has failed of. Those on this host read it.
+void Server::tell_failure() {
+  const std::span<const char> text(header().failure, std::strlen(header().failure));
+  try {
+    for (const auto& [worker, port] : replica_.ports)
+      if (port->far())
+        wire_->connections().send(static_cast<int>(worker), frame_of(WireKind::failure, std::as_bytes(text)));
+  } catch (const std::bad_alloc&) {  // they hear that it has left
+  }
 }
 
 // Ends this server after an exception that leaves its state unknown. What a backup has got is in order, so it goes on.
@@ -154,10 +175,15 @@ void Server::fall(const std::exception& error) {
     leader_.reset();
     show();
   }
+  note_failure(reason(error));
+  failed_alone_ = leader_ == nullptr || !leader_->counts;
   cease();
   end_thread();
-  hooks_.warn("a server in process " + std::to_string(getpid()) + " has failed and ends" +
-              (leader_ != nullptr && leader_->counts ? ", and its backup goes on: " : ": ") + reason(error));
+  try {
+    hooks_.warn("a server in process " + std::to_string(getpid()) + " has failed and ends" +
+                (failed_alone_ ? ": " : ", and its backup goes on: ") + reason(error));
+  } catch (const std::bad_alloc&) {  // workers are told
+  }
 }
 
 // The backup may take over from now on. So this server carries out and answers nothing more, not even what it has
@@ -193,7 +219,7 @@ void Server::decide(const Message& message) {
     write_down_and_decide(message);
   } catch (const std::exception& error) {  // perhaps in an order, whose caller is told as well
     fall(error);
-    throw Error(ErrorKind::aborted, "the server has failed: " + reason(error));
+    throw Error(ErrorKind::aborted, std::string("the server has failed: ") + reason(error));
   }
 }
 

@@ -7,10 +7,12 @@
 // itself.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <map>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "parameter_server/server/follower.h"
@@ -109,7 +111,8 @@ class Server : public Turns {
   bool leaves();
   void serve_alone();
   bool serves();     // it is not a backup, or has taken over
-  bool has_ended();  // it has been stopped or replaced, or was a backup and has been dropped
+  bool has_ended();  // it has been stopped or replaced, has failed, or was a backup and has been dropped
+  bool failed_alone() const { return failed_alone_; }  // it has failed, and no backup takes over
   struct Standing {
     std::uint32_t turn = 0;  // the value of Lane::turn while it serves
     bool is_heir = false;
@@ -156,6 +159,8 @@ class Server : public Turns {
   ValuesHeader& header() const { return replica_.blocks.header(); }
   bool may_take() const;
   bool release_held();
+  void note_failure(std::string_view why);
+  void tell_failure();
   void fall(const std::exception& error);
   void cease();
   bool partners_move();
@@ -182,6 +187,7 @@ class Server : public Turns {
   bool only_near_ = false;  // it has a backup on this host or was one, so it takes no workers of other hosts
   Nanoseconds looked_ = 0, missing_until_ = kForever;
   Role role_ = Role::primary;
+  std::atomic<bool> failed_alone_ = false;
   std::uint32_t backups_made_ = 0;      // by this server
   std::string name_, address_;          // of this server, if it is or was a backup on its server's host
   FileDescriptor pidfd_;                // of this process, if so: to take over must need none

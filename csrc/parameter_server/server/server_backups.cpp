@@ -228,6 +228,7 @@ bool Server::repeat_all(bool all) {
 void Server::retire(const std::string& why) {
   cease();
   leader_.reset();
+  note_failure(why);
   show();
   if (follower_ != nullptr) follower_->server->ring();
   follower_.reset();

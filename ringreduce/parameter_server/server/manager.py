@@ -85,7 +85,7 @@ class ReplicaManager:
             self._grant(*self._wishes.pop())
         for number, shard in list(self._local.shards.items()):
             if shard.server.has_ended:
-                if not self._backups:
+                if shard.server.failed_alone:
                     self._local.failed = number
                 self._local.drop(number, shard)
             elif shard.server.is_heir:
