@@ -141,7 +141,7 @@ class Settings:
     def __init__(
         self,
         *,
-        patience: tuple[int, int, bool] = ...,
+        patience: tuple[int, int, bool, bool] = ...,
         slices: int | None,
         least_slice_bytes: int,
         most_slice_bytes: int,

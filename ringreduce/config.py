@@ -250,18 +250,16 @@ LEAST_SHARED_SLOT = 16 * 1024
 # 4.1, 4.1 and 6.9 us, with 8 ranks 3, 6 and 50 took 13.3, 14.1 and 26.9 us. On a 2-core EPYC, whose looks are shorter,
 # 0, 1, 2, 3 and 5 took 7.8, 7.5, 7.6, 7.7 and 7.9 us with 4 ranks, and 1, 2 and 5 the same with 8.
 SPINS_WITH_OWN_CORE = 2000
-# About a millisecond, after which a rank sleeps anyway. Where each thread of all ranks has a core, a rank that looks
-# keeps none from a peer, and a yield may give the core to other work for longer than the peer takes. vLLM with 2 ranks
-# beside two processes of nice 10 generated 0.94 and 1.10 times as many tokens a second (1 and 8 sequences) as over its
-# own shared memory, and 0.81 and 0.80 with 2000 looks (2-core EPYC, medians of 3, 2026-11-30). all_reduce alone took the
-# same time with either, and beside such processes 0.73 of it at 1 MB.
-SPINS_WITH_OWN_CORES = 25_000
 SPINS_SHARING_CORES = 2
 # With links each look is a system call: a few hundred would be a time in which the kernel can switch.
 SPINS_WITH_LINKS = 5
 
 # Yields before a rank sleeps: by the probe where ranks share cores (tuning.yields). A rank with a core of its own
-# yields for the millisecond that csrc/core/waiting.h allows.
+# yields for the millisecond that csrc/core/waiting.h allows. Where all threads of all ranks have a core, it keeps its
+# own for that millisecond instead, which no peer needs: other work that it yields to may keep the core for longer than
+# the peer takes. Beside two processes of nice 10, vLLM with 2 ranks generated 0.94 and 1.10 times as many tokens a
+# second (1 and 8 sequences) as over its own shared memory, and with yields 0.81 and 0.80 (2-core EPYC, medians of 3,
+# 2026-11-30). all_reduce of 64 B to 1 MB, back to back, took as long either way; beside those two 1 MB took 0.73 of it.
 YIELDS_WITH_OWN_CORE = 1_000_000_000
 YIELDS_SHARING_CORES = 40
 

@@ -30,6 +30,7 @@ struct Patience {
   int looks = 50;        // before it yields its core to other threads
   int yields = INT_MAX;  // before it sleeps, which it does after `yield_for` in any case
   Nanoseconds yield_for = kMillisecond;
+  bool keeps_core = false;  // it looks on where it would yield
   // How long it sleeps at a time: as long as it has waited so far, since most threads begin to wait for a peer when it
   // dies, but within these bounds. The second one bounds how late a dead peer, a timeout or an abort is seen.
   Nanoseconds least_sleep = kMillisecond, most_sleep = 4 * kMillisecond;
@@ -133,6 +134,8 @@ class Waiting {
       ++yields_;
       if (duties_ != nullptr && t - idle_since_ > kRestAfter)
         duties_->rest();
+      else if (patience.keeps_core)
+        cpu_relax();
       else
         sched_yield();
     } else if (!armed_ || awaits != awaits_) {

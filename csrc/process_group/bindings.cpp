@@ -268,8 +268,9 @@ void bind_settings(py::module_& m) {
                "join_gpus", &S::join_gpus, "topology", &S::topology, "number", &S::number, "id", &S::id, "job", &S::job)
       .def(init_by_keywords<S>())
       .def_property("patience", nullptr,
-                    [](S& s, const std::tuple<int, int, bool>& patience) {
-                      std::tie(s.engine.patience.looks, s.engine.patience.yields, s.engine.looks_by_mates) = patience;
+                    [](S& s, const std::tuple<int, int, bool, bool>& patience) {
+                      Patience& its = s.engine.patience;
+                      std::tie(its.looks, its.yields, its.keeps_core, s.engine.looks_by_mates) = patience;
                     })
       .def_property("slices", nullptr, engine_option(&Engine::Options::slices))
       .def_property("least_slice_bytes", nullptr, engine_option(&Engine::Options::least_slice_bytes))

@@ -9,7 +9,6 @@ from ringreduce.config import (
     SPINS_SHARING_CORES,
     SPINS_WITH_LINKS,
     SPINS_WITH_OWN_CORE,
-    SPINS_WITH_OWN_CORES,
     YIELDS_SHARING_CORES,
     YIELDS_WITH_OWN_CORE,
     Options,
@@ -49,16 +48,16 @@ def geometry_for(size: int, options: Options, plan_channels: int) -> _C.Geometry
 
 def patience_for(
     options: Options, decision: Decision, ranks: int, threads: int, cores: int, links: bool
-) -> tuple[int, int, bool]:
-    """How long a waiting rank keeps its core: looks before it yields, yields before it sleeps, and whether in small
-    calls the looks depend on the other ranks of its core instead. So many ranks of this host, with so many threads
-    each, share the cores."""
+) -> tuple[int, int, bool, bool]:
+    """How long a waiting rank keeps its core: looks before it yields, yields before it sleeps, whether it looks on
+    where it would yield, and whether in small calls the looks depend on the other ranks of its core instead. So many
+    ranks share the cores of this host, and at most so many threads that compute for ranks."""
     crowded = ranks > cores
-    own = SPINS_WITH_OWN_CORES if ranks * threads <= cores else SPINS_WITH_OWN_CORE
-    looks = SPINS_WITH_LINKS if links else SPINS_SHARING_CORES if crowded else own
+    looks = SPINS_WITH_LINKS if links else SPINS_SHARING_CORES if crowded else SPINS_WITH_OWN_CORE
     yields = (decision.yields or YIELDS_SHARING_CORES) if crowded else YIELDS_WITH_OWN_CORE
     return (
         options.parts.spins or looks,
         options.parts.yields or yields,
+        threads <= cores and not links and not options.parts.yields,
         crowded and not links and not options.parts.spins,
     )

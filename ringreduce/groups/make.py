@@ -398,10 +398,10 @@ def _transport(options: Options, meeting: Meeting, decision: Decision, links: Li
     size, fetch = len(meeting.names), bool(meeting.threads)
     ranks_here = size - sum(links.elsewhere) if links else size
     slicing = slicing_for(options, slot_bytes_for(size, options), fetch)
+    # Ranks of the world that are not in this group may be on this host as well.
+    threads = max(size, dist.get_world_size() if dist.is_initialized() else 0) * torch.get_num_threads()
     return {
-        "patience": patience_for(
-            options, decision, ranks_here, torch.get_num_threads(), len(meeting.cores), bool(links)
-        ),
+        "patience": patience_for(options, decision, ranks_here, threads, len(meeting.cores), bool(links)),
         "least_slice_bytes": slicing.least_slice_bytes,
         "most_slice_bytes": slicing.most_slice_bytes,
         "least_fetch_bytes": fetch_from(options, size, meeting.cores, fetch) or 0,

@@ -49,7 +49,7 @@ struct Turns::Own final : WaitingDuties {
   explicit Own(Turns& turns) : of(turns) {}
 
   bool progress() override {
-    patience = {0, 0, kLookEvery, kLookEvery};
+    patience = {.looks = 0, .yields = 0, .least_sleep = kLookEvery, .most_sleep = kLookEvery};
     if (!holds && !of.turning_.try_lock()) return false;
     if (!std::exchange(holds, true)) of.begin_turns();
     const bool moved = of.turn(true);
