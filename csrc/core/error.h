@@ -37,7 +37,7 @@ class Error : public std::runtime_error {
 // What a rank tells the others of an exception that is no Error. Needs no memory; valid as long as the exception.
 inline const char* reason(const std::exception& thrown) {
   if (dynamic_cast<const std::bad_alloc*>(&thrown) == nullptr) return thrown.what();
-  return "memory ran out: free some, or start fewer processes on this host (RLIMIT_AS and a cgroup's memory count too)";
+  return "memory ran out: free some, or start fewer processes on its host (RLIMIT_AS and a cgroup's memory count too)";
 }
 
 }  // namespace ringreduce

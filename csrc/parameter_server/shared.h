@@ -39,7 +39,7 @@ struct alignas(kAlignment) ValuesHeader {
   std::atomic<std::uint32_t> serves;  // 0: it is a backup that has not taken over, or it must not serve any more
   std::atomic<std::uint32_t> backup;  // number of the backup that takes over when it ends; 0: it has none
   std::atomic<std::uint32_t> leaves;  // 1: it has left its blocks to its backup, and does nothing until that one serves
-  char failure[240];                  // what it ended of, written before `ended`; empty: it has not failed
+  char failure[240];                  // why it has failed, written before `ended`; empty: it has not
 };
 
 // A block in a server's values. It is followed by the two buffers of the value and by the optimizer state: one copy, or

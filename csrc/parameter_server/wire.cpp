@@ -175,14 +175,11 @@ std::vector<std::pair<std::uint32_t, ReplySlot>> WorkerWire::take_replies() {
   return std::exchange(replies_, {});
 }
 
-void WorkerWire::left(int peer) {
-  std::string why = "it has left";
-  {
-    const std::lock_guard lock(mutex_);
-    if (const auto failure = failures_.extract(static_cast<std::uint32_t>(peer)))
-      why = "it has failed: " + failure.mapped();
-  }
-  lost(peer, why);
+void WorkerWire::lost(int peer, const std::string& why) {
+  std::unique_lock lock(mutex_);
+  const auto failure = failures_.extract(static_cast<std::uint32_t>(peer));
+  lock.unlock();
+  Wire::lost(peer, failure ? "it has failed: " + failure.mapped() : why);
 }
 
 std::byte* WorkerWire::place_for(int peer, const FrameHeader& header, std::vector<std::byte>& aside) {

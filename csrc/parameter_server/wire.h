@@ -63,8 +63,8 @@ class Wire : public Connections::User {
   // Whether memory has run out for what was sent or received, since the last call.
   bool has_run_out() { return ran_out_.exchange(false); }
 
-  void left(int peer) override { lost(peer, "it has left"); }
-  void lost(int peer, const std::string& why) final;
+  void left(int peer) final { lost(peer, "it has left"); }
+  void lost(int peer, const std::string& why) override;
   void failed(const std::bad_alloc&) final { ran_out_ = true; }
   void moved() final { bell_.ring(); }
   void attend(bool) override {}
@@ -135,7 +135,7 @@ class WorkerWire final : public Wire {
   // Takes (server, reply) for the replies that have arrived. The values of pulls are in place.
   std::vector<std::pair<std::uint32_t, ReplySlot>> take_replies();
 
-  void left(int peer) override;
+  void lost(int peer, const std::string& why) override;
   std::byte* place_for(int peer, const FrameHeader& header, std::vector<std::byte>& aside) override;
   void deliver(int peer, const FrameHeader& header, const std::vector<std::byte>& aside) override;
   void attend(bool) override { attend_(); }

@@ -57,12 +57,14 @@ void drop_oldest(const fs::path& jobs) {
   }
 }
 
-// Half a record would be read as a whole one, and where there is no room, the one before it stays.
+// Written beside and renamed: half a record would be read as a whole one, and where there is no room the earlier stays.
 void write_file(const fs::path& path, const std::string& content) {
   fs::create_directories(path.parent_path());
   const fs::path part = path.parent_path() / (".part." + path.filename().string());
   std::ofstream file(part, std::ios::binary);
-  if (file.write(content.data(), static_cast<std::streamsize>(content.size())).flush()) return fs::rename(part, path);
+  file.write(content.data(), static_cast<std::streamsize>(content.size()));
+  file.close();
+  if (file) return fs::rename(part, path);
   const std::error_code why(errno, std::generic_category());
   std::error_code gone;
   fs::remove(part, gone);

@@ -140,11 +140,11 @@ void KnownServers::look_for_ended() {
 }
 
 // Gives up a server. Replies that it has written still count; all other calls fail.
-void KnownServers::lose(std::uint32_t server, const std::string& why) {
+void KnownServers::lose(std::uint32_t server, std::string why) {
   take_replies();
   Peer& lost = peer(server);
   lost.alive = false;
-  lost.why = why;
+  lost.why = std::move(why);
   for (const auto& [number, sent] : lost.calls) sent.call->lost = static_cast<int>(server);
   lost.calls.clear();
   lost.pushes.clear();

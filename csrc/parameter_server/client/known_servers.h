@@ -138,7 +138,7 @@ class KnownServers {
     const ValuesHeader& header() const { return *reinterpret_cast<const ValuesHeader*>(values.at()); }
     bool ended() const { return header().ended.load(std::memory_order_seq_cst) != 0 || has_gone(pidfd.get()); }
     bool serves() const { return header().serves.load(std::memory_order_seq_cst) != 0; }
-    // What it has failed of; "" if it has not.
+    // Why it has failed; "" if it has not.
     std::string failure() const { return {header().failure, strnlen(header().failure, sizeof(header().failure))}; }
     bool over() const { return bell().over.load(std::memory_order_seq_cst) != 0; }
     void ask(const RequestSlot& slot) {
@@ -240,7 +240,7 @@ class KnownServers {
   std::uint32_t address_of(std::uint32_t server, std::uint32_t replica) const;
   void take_lost();
   void open_wire();
-  void lose(std::uint32_t server, const std::string& why);
+  void lose(std::uint32_t server, std::string why);
   const Request& number(std::uint32_t server, Item& item);
   static RequestSlot slot_of(const Request& made);
   void feed(std::uint32_t server);

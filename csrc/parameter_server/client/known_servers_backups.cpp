@@ -51,10 +51,10 @@ bool KnownServers::is_lost(const Peer& of) const {
   return number == 0 || (of.backup != nullptr && of.backup->number == number && of.backup->ended());
 }
 
-// What is known of why a server on this host has ended, as lose() takes it.
+// Why a server on this host has ended, for lose(); "" if nobody knows.
 std::string KnownServers::why_ended(const Peer& of) {
   if (const std::string why = of.near->failure(); !why.empty()) return "it has failed: " + why;
-  const std::string why = of.backup == nullptr ? "" : of.backup->failure();
+  const std::string why = of.backup == nullptr || !of.backup->ended() ? "" : of.backup->failure();
   return why.empty() ? "" : "it has ended, and its backup, " + of.backup->name + ", has failed: " + why;
 }
 

@@ -152,7 +152,9 @@ void Server::close() {
   wire_->connections().leave();
 }
 
+// The first reason is the one to tell.
 void Server::note_failure(std::string_view why) {
+  if (header().failure[0] != 0) return;
   const std::string_view text = cut(why, sizeof(header().failure) - 1);
   text.copy(header().failure, text.size());
 }
@@ -160,11 +162,13 @@ void Server::note_failure(std::string_view why) {
 // Tells workers on other hosts what this server has failed of. Those on this host read it.
 void Server::tell_failure() {
   const std::span<const char> text(header().failure, std::strlen(header().failure));
-  try {
-    for (const auto& [worker, port] : replica_.ports)
-      if (port->far())
-        wire_->connections().send(static_cast<int>(worker), frame_of(WireKind::failure, std::as_bytes(text)));
-  } catch (const std::bad_alloc&) {  // they hear that it has left
+  for (const auto& [worker, port] : replica_.ports) {
+    const auto peer = static_cast<int>(worker);
+    if (!port->far() || !wire_->connections().reaches(peer)) continue;
+    try {
+      wire_->connections().send(peer, frame_of(WireKind::failure, std::as_bytes(text)));
+    } catch (const std::bad_alloc&) {  // it hears that the server has left
+    }
   }
 }
 
@@ -176,12 +180,13 @@ void Server::fall(const std::exception& error) {
     show();
   }
   note_failure(reason(error));
-  failed_alone_ = leader_ == nullptr || !leader_->counts;
+  const bool served = in_charge() && role_ != Role::heir, has_backup = leader_ != nullptr && leader_->counts;
+  failed_alone_ = served && !has_backup;
   cease();
   end_thread();
   try {
     hooks_.warn("a server in process " + std::to_string(getpid()) + " has failed and ends" +
-                (failed_alone_ ? ": " : ", and its backup goes on: ") + reason(error));
+                (has_backup ? ", and its backup goes on: " : ": ") + reason(error));
   } catch (const std::bad_alloc&) {  // workers are told
   }
 }

@@ -112,7 +112,7 @@ class Server : public Turns {
   void serve_alone();
   bool serves();     // it is not a backup, or has taken over
   bool has_ended();  // it has been stopped or replaced, has failed, or was a backup and has been dropped
-  bool failed_alone() const { return failed_alone_; }  // it has failed, and no backup takes over
+  bool failed_alone() const { return failed_alone_; }  // it served and has failed, and has no backup
   struct Standing {
     std::uint32_t turn = 0;  // the value of Lane::turn while it serves
     bool is_heir = false;
@@ -165,7 +165,7 @@ class Server : public Turns {
   void cease();
   bool partners_move();
   bool follow_on();
-  void retire(const std::string& why);
+  void retire(std::string_view why);
   bool give_blocks(bool moved);
   void backup_counts();
   void tell(Port& port);

@@ -225,7 +225,7 @@ bool Server::repeat_all(bool all) {
 
 // Ends this server, which serves nobody from now on: its backup has taken over, or it is a backup that will not. `why`
 // says why a backup has failed, and is logged; "" if it has not.
-void Server::retire(const std::string& why) {
+void Server::retire(std::string_view why) {
   cease();
   leader_.reset();
   note_failure(why);
@@ -234,8 +234,11 @@ void Server::retire(const std::string& why) {
   follower_.reset();
   replica_.ports.clear();
   if (why.empty()) return;
-  hooks_.warn("the backup of a server, in process " + std::to_string(getpid()) +
-              ", has failed and is none any more: " + why);
+  try {
+    hooks_.warn("the backup of a server, in process " + std::to_string(getpid()) +
+                ", has failed and is none any more: " + std::string(why));
+  } catch (const std::bad_alloc&) {  // its server notices
+  }
 }
 
 // Checks whether the server has ended or leaves, and takes over if so. Precondition: the log has been repeated.

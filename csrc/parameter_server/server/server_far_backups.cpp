@@ -89,7 +89,7 @@ void Server::decided(bool goes_on) {
       if (role_ == Role::backup) repeat_all(true);
       take_over();
     } catch (const std::exception& error) {
-      retire(error.what());
+      retire(reason(error));
     }
   });
 }
