@@ -255,11 +255,11 @@ SPINS_SHARING_CORES = 2
 SPINS_WITH_LINKS = 5
 
 # Yields before a rank sleeps: by the probe where ranks share cores (tuning.yields). A rank with a core of its own
-# yields for the millisecond that csrc/core/waiting.h allows. Where all threads of all ranks have a core, it keeps its
-# own for that millisecond instead, which no peer needs: other work that it yields to may keep the core for longer than
-# the peer takes. Beside two processes of nice 10, vLLM with 2 ranks generated 0.94 and 1.10 times as many tokens a
-# second (1 and 8 sequences) as over its own shared memory, and with yields 0.81 and 0.80 (2-core EPYC, medians of 3,
-# 2026-11-30). all_reduce of 64 B to 1 MB, back to back, took as long either way; beside those two 1 MB took 0.73 of it.
+# yields for the millisecond that csrc/core/waiting.h allows. Where all threads of all ranks have a core, a thread that
+# waits for its own call keeps its core for that millisecond instead: other work that it yields to may keep the core for
+# longer than the peer takes. Beside two processes of nice 10, vLLM with 2 ranks generated 1.00 and 1.05 times as many
+# tokens a second (1 and 8 sequences) as over its own shared memory, and with yields 0.81 and 0.80 (2-core EPYC, medians
+# of 4 and of 3 rounds, 2026-11-30).
 YIELDS_WITH_OWN_CORE = 1_000_000_000
 YIELDS_SHARING_CORES = 40
 

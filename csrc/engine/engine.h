@@ -53,15 +53,16 @@ struct Tally {
 
 class Engine {
  public:
-  // `patience`: how long a waiting rank keeps its core. `looks_by_mates`: in small calls it looks as often as Placement
-  // says. `slices`: into how many slices a chunk is cut, as long as they have at least `least_slice_bytes`, at most
-  // `most_slice_bytes`, and fit a slot. `least_fetch_bytes`: from this size on slices are read by peers where they are,
-  // if they may. `most_fetch_bytes`: but not by more than two ranks in a call in place whose tensors have more bytes in
-  // all. `stream_bytes`: outputs that have so many bytes in all are stored past the caches. `spread_bytes`: over so
-  // much memory of a channel's slots a rank's values go in turn; 0: each begins where its slot does.
+  // `patience`: how long a waiting rank keeps its core. `keeps_core`: where its caller does nothing else, it does so
+  // until it sleeps. `looks_by_mates`: in small calls it looks as often as Placement says. `slices`: into how many
+  // slices a chunk is cut, as long as they have at least `least_slice_bytes`, at most `most_slice_bytes`, and fit a
+  // slot. `least_fetch_bytes`: from this size on slices are read by peers where they are, if they may.
+  // `most_fetch_bytes`: but not by more than two ranks in a call in place whose tensors have more bytes in all.
+  // `stream_bytes`: outputs that have so many bytes in all are stored past the caches. `spread_bytes`: over so much
+  // memory of a channel's slots a rank's values go in turn; 0: each begins where its slot does.
   struct Options {
     Patience patience = {};
-    bool looks_by_mates = false;
+    bool keeps_core = false, looks_by_mates = false;
     int slices = 4;
     std::size_t least_slice_bytes = 16384, most_slice_bytes = std::size_t{1} << 30;
     std::size_t least_fetch_bytes = 4096, most_fetch_bytes = std::size_t{192} << 20;

@@ -182,6 +182,7 @@ void SlotEngine::move(const Call& call, std::uint64_t seq, Execution& execution,
   const bool by_mates =
       options().looks_by_mates && bytes_of(call) < kernels::kLeastStreamed && !has_root(call.operation);
   Patience patience = options().patience;
+  patience.keeps_core = options().keeps_core && call.by_caller;
   const auto advance = [&] {
     try {
       return execution.advance();

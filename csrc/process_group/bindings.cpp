@@ -269,8 +269,8 @@ void bind_settings(py::module_& m) {
       .def(init_by_keywords<S>())
       .def_property("patience", nullptr,
                     [](S& s, const std::tuple<int, int, bool, bool>& patience) {
-                      Patience& its = s.engine.patience;
-                      std::tie(its.looks, its.yields, its.keeps_core, s.engine.looks_by_mates) = patience;
+                      Engine::Options& its = s.engine;
+                      std::tie(its.patience.looks, its.patience.yields, its.keeps_core, its.looks_by_mates) = patience;
                     })
       .def_property("slices", nullptr, engine_option(&Engine::Options::slices))
       .def_property("least_slice_bytes", nullptr, engine_option(&Engine::Options::least_slice_bytes))

@@ -218,6 +218,7 @@ bool ProcessGroupRing::call_now(const Collective& collective, const at::Tensor& 
       return false;
 
     Call call = described(collective, input, count);
+    call.by_caller = true;
     call.held = held;
     const auto release = [&call] {
       if (call.held != nullptr) std::exchange(call.held, nullptr)->release();

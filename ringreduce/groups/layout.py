@@ -49,9 +49,10 @@ def geometry_for(size: int, options: Options, plan_channels: int) -> _C.Geometry
 def patience_for(
     options: Options, decision: Decision, ranks: int, threads: int, cores: int, links: bool
 ) -> tuple[int, int, bool, bool]:
-    """How long a waiting rank keeps its core: looks before it yields, yields before it sleeps, whether it looks on
-    where it would yield, and whether in small calls the looks depend on the other ranks of its core instead. So many
-    ranks share the cores of this host, and at most so many threads that compute for ranks."""
+    """How long a waiting rank keeps its core: looks before it yields, yields before it sleeps, whether a call of a
+    thread that waits itself looks on where it would yield, and whether in small calls the looks depend on the other
+    ranks of its core instead. So many ranks share the cores of this host, and at most so many threads that compute
+    for ranks."""
     crowded = ranks > cores
     looks = SPINS_WITH_LINKS if links else SPINS_SHARING_CORES if crowded else SPINS_WITH_OWN_CORE
     yields = (decision.yields or YIELDS_SHARING_CORES) if crowded else YIELDS_WITH_OWN_CORE
