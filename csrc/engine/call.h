@@ -63,7 +63,7 @@ struct Call {
   Packing packing = Packing::none;
   Feedback* feedback = nullptr;
   Nanoseconds timeout = 0;  // for the whole call, from the moment it first waits
-  bool by_caller = false;  // the thread that made it runs it, and computes nothing meanwhile
+  bool by_caller = false;   // the thread that made it runs it, and computes nothing meanwhile
   // What the calling thread releases when a wait becomes long. Null but in small calls on one host.
   HeldLock* held = nullptr;
   // Only the texts of errors use these two. A user's call may be several of the engine's: `part_of` is that call, if it
