@@ -316,12 +316,11 @@ void bind_server(py::module_& m, Roots roots) {
       .def("statistics", &statistics);
   bind_properties(
       bound, "values", &Server::values, "bell", [](Server& server) { return server.bell(); }, "capacity",
-      &Server::capacity, "leaves", &Server::leaves, "serves", &Server::serves, "has_ended", &Server::has_ended,
-      "failed_alone", &Server::failed_alone);
+      &Server::capacity, "leaves", &Server::leaves, "serves", &Server::serves, "has_ended", &Server::has_ended);
   using S = Server::Standing;
   bind_properties(bound, "backup_follows", standing(&S::backup_follows), "backup_starts", standing(&S::backup_starts),
                   "confirmed", standing(&S::confirmed), "is_heir", standing(&S::is_heir), "turn", standing(&S::turn),
-                  "has_backup", standing(&S::has_backup));
+                  "has_backup", standing(&S::has_backup), "failed_alone", &Server::failed_alone);
   bind_methods(
       bound, "count_backup", &Server::count_backup, "abandon_backup", &Server::abandon_backup, "freeze",
       &Server::freeze, "unfreeze", &Server::unfreeze, "leave_to_backup", &Server::leave_to_backup, "serve_alone",
