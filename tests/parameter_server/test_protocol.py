@@ -128,8 +128,12 @@ MUTANTS = {
     ),
     "a barrier does not wait for all": (
         SHARD,
-        "  if (!absent(group).empty()) return;",
-        "  if (absent(group).size() > 1) return;",
+        "  if (!absent(group).empty()) return;\n"
+        "  for (auto& [worker, member] : members_) {\n"
+        "    if (!member.live || member.group != group) continue;",
+        "  if (absent(group).size() > 1) return;\n"
+        "  for (auto& [worker, member] : members_) {\n"
+        "    if (!member.live || member.group != group || member.barriers.empty()) continue;",
         "barrier",
     ),
     "a lost worker is waited for": (
